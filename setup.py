@@ -1,4 +1,4 @@
-"""Builds the two Cython extensions; everything else is in pyproject.toml."""
+"""Builds the Cython extensions; everything else is in pyproject.toml."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ FLAGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
 
 def extension(name: str) -> Extension:
     """One compiled module `bmoe._<name>` from `ext/<name>.pyx` and the headers beside it."""
-    depends = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "ext").glob("*.p[yx][xdi]"))
+    depends = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "ext").rglob("*.px[di]"))
     depends += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "ext").glob("*.h"))
     return Extension(
         f"bmoe._{name}",
@@ -23,7 +23,7 @@ def extension(name: str) -> Extension:
     )
 
 
-MODULES = [p.stem for p in sorted((ROOT / "ext").glob("*.pyx")) if p.stem in {"core", "drafters"}]
+MODULES = [p.stem for p in sorted((ROOT / "ext").glob("*.pyx"))]
 
 setup(
     ext_modules=cythonize(

@@ -1,0 +1,235 @@
+"""The command line: flags in, text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import __version__, chat, demo, report
+from .config import (
+    DEFAULT_CONTEXT,
+    DEFAULT_LANES,
+    DEFAULT_UBATCH,
+    MAX_LANES,
+    EngineConfig,
+    Sampling,
+)
+from .engine import Engine
+from .errors import BmoeError, UsageError
+from .sizing import DEFAULT_FLOOR_MB
+from .terminal import ProgressView
+from .weights import DENSE_MODES
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+
+Say = Callable[[str], None]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see python -m bmoe --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, in groups."""
+    p = _Parser(
+        prog="bmoe",
+        description="Runs Mixture-of-Experts GGUF models larger than memory: routed experts are streamed from "
+        "disk through a bounded cache while the current layer computes.",
+        epilog="With no -m, the bundled demo model runs; docs/ explains every flag.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+    )
+    p.add_argument("--version", action="version", version=f"bmoe {__version__}")
+    g = p.add_argument_group("model and prompt")
+    g.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or the first of its shards")
+    g.add_argument("-p", "--prompt", metavar="TEXT", help="prompt; - reads it from standard input")
+    g.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    g.add_argument("-n", "--n-predict", type=int, metavar="N", help="tokens to generate (256)")
+    g.add_argument("--chat", action="store_true", help="wrap the prompt in the model's own chat template")
+    g.add_argument("--chatml", action="store_true", help="wrap the prompt in ChatML")
+    g.add_argument("--no-think", action="store_true", help="with --chat or --chatml: ask for no thinking")
+    g.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
+
+    g = p.add_argument_group("sampling (greedy by default)")
+    g.add_argument("--temp", type=float, metavar="F", help="temperature; 0 is greedy (0)")
+    g.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 keeps all (40)")
+    g.add_argument("--top-p", type=float, metavar="F", help="keep the likeliest tokens up to this mass (0.95)")
+    g.add_argument("--seed", type=int, metavar="N", help="seed of the draw (0)")
+
+    g = p.add_argument_group("compute")
+    g.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="compute threads (one per core)")
+    g.add_argument(
+        "-c", "--ctx-size", type=int, default=0, metavar="N", help=f"context (the model's, at most {DEFAULT_CONTEXT})"
+    )
+    g.add_argument(
+        "--ubatch", type=int, default=DEFAULT_UBATCH, metavar="N", help=f"tokens of a prefill batch ({DEFAULT_UBATCH})"
+    )
+    g.add_argument("--n-expert-used", type=int, metavar="N", help="route N experts instead of the model's (lossy)")
+
+    g = p.add_argument_group("expert streaming")
+    g.add_argument(
+        "--cache-mb", default="auto", metavar="N|auto|0", help="memory for experts, MiB; 0 streams with no cache (auto)"
+    )
+    g.add_argument(
+        "--cache-floor-mb", type=int, default=DEFAULT_FLOOR_MB, metavar="N",
+        help=f"auto leaves this much to the system ({DEFAULT_FLOOR_MB}, less under a small limit)",
+    )  # fmt: skip
+    g.add_argument("--cache-ceil-mb", type=int, metavar="N", help="auto takes no more than this")
+    g.add_argument("--force-cache", action="store_true", help="accept a cache below one token's routed experts")
+    g.add_argument("--overlap", action="store_true", help="compute resident experts while the others are read")
+    g.add_argument(
+        "--io-threads", type=int, default=DEFAULT_LANES, metavar="N",
+        help=f"read lanes, 1 to {MAX_LANES} ({DEFAULT_LANES})",
+    )  # fmt: skip
+    g.add_argument("--no-odirect", action="store_true", help="read through the page cache")
+    g.add_argument(
+        "--dense-weights", choices=DENSE_MODES, default="anon", metavar="|".join(DENSE_MODES),
+        help="how non-expert weights are kept (anon: a copy in memory)",
+    )  # fmt: skip
+
+    g = p.add_argument_group("reports")
+    g.add_argument("--metrics-json", type=Path, metavar="PATH", help="write the run's metrics as one JSON object")
+    g.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0, 1 for a failure, 2 for usage, 130 after Ctrl-C."""
+    try:
+        return run(build_parser().parse_args(argv))
+    except BmoeError as e:
+        print(f"bmoe: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): not an error, and nothing is left to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """One generation as `args` ask for it."""
+    prompt = read_prompt(args)
+    if args.metrics_json:
+        report.check_writable(args.metrics_json, "--metrics-json")
+    if args.n_predict is not None and args.n_predict < 0:
+        raise UsageError(f"--n-predict: {args.n_predict} is negative; give 0 or more tokens")
+    bundled = args.model is None
+    sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None)
+    settings: dict[str, Any] = {
+        "cache_mb": args.cache_mb,
+        "cache_floor_mb": args.cache_floor_mb,
+        "cache_ceil_mb": args.cache_ceil_mb,
+        "force_cache": args.force_cache,
+        "overlap": args.overlap,
+        "io_threads": args.io_threads,
+        "odirect": not args.no_odirect,
+        "dense_weights": args.dense_weights,
+        "threads": args.threads,
+        "ctx": args.ctx_size,
+        "ubatch": args.ubatch,
+        "n_expert_used": args.n_expert_used,
+    }
+    EngineConfig(**settings)  # before a large file is touched
+    say = _silent if args.quiet else _say
+    if bundled:
+        how = "greedy" if sampling.greedy else f"sampling at temperature {sampling.temp} with seed {sampling.seed}"
+        say(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
+    with ProgressView(enabled=not args.quiet) as view:
+        engine = Engine.open(args.model, progress=view.update, **settings)
+    with engine:
+        say(f"model: {engine.path.name}, {engine.arch}, opened in {engine.load_s:.2f} s")
+        if engine.decision is not None:
+            say(engine.decision.explain())
+        for note in engine.notes:
+            say(f"note: {note}")
+        if args.n_expert_used is not None:
+            say(f"note: {args.n_expert_used} experts per token instead of the model's own number: output differs")
+        if args.chat:
+            prompt = chat.apply_template(engine, prompt, think=not args.no_think)
+        elif args.chatml:
+            prompt = chat.chatml(prompt, think=not args.no_think)
+        return _generate(engine, prompt, sampling, args, say)
+
+
+def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, say: Say) -> int:
+    n = 256 if args.n_predict is None else args.n_predict
+    generation = engine.generate(prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos)
+    code = 0
+    try:
+        with ProgressView(enabled=not args.quiet) as view:
+            engine.set_progress(view.update)
+            first = next(generation, None)
+        if first is not None:
+            _write(first.text)
+            for token in generation:
+                _write(token.text)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    finally:
+        generation.close()
+    _write("\n")
+    for line in report.summary_lines(engine, generation.result):
+        say(line)
+    if args.metrics_json:
+        report.write_json(args.metrics_json, report.metrics(engine, generation.result, sampling))
+    return code
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _write(text: str) -> None:
+    if text:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt from -p, -f, standard input or the demo. Raises UsageError where it is missing or doubled."""
+    if args.chat and args.chatml:
+        raise UsageError("--chat and --chatml exclude each other")
+    if args.no_think and not (args.chat or args.chatml):
+        raise UsageError("--no-think goes with --chat or --chatml")
+    if args.prompt is not None and args.file is not None:
+        raise UsageError("-p and -f exclude each other")
+    if args.file is not None:
+        try:
+            return Path(args.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UsageError(f"-f: {args.file} is not UTF-8 text") from None
+        except OSError as e:
+            raise UsageError(f"-f: {args.file}: {e.strerror}") from None
+    if args.prompt == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError:
+            raise UsageError("-p -: standard input is not UTF-8 text") from None
+    if args.prompt is not None:
+        return str(args.prompt)
+    if args.model is not None:
+        raise UsageError("no prompt: give -p TEXT, -p - or -f FILE")
+    return demo.PROMPT
+
+
+def choose_sampling(args: argparse.Namespace, demo_run: bool) -> Sampling:
+    """Greedy, unless a flag asks for sampling; the demo without a prompt samples with a fixed seed."""
+    base = demo.SAMPLING if demo_run else Sampling()
+    given = {k: getattr(args, k) for k in ("temp", "top_k", "top_p", "seed") if getattr(args, k) is not None}
+    chosen = Sampling(**{**{k: getattr(base, k) for k in ("temp", "top_k", "top_p", "seed")}, **given})
+    if chosen.greedy and any(k in given for k in ("top_k", "top_p", "seed")):
+        raise UsageError("--top-k, --top-p and --seed need --temp above 0")
+    return chosen

@@ -1,0 +1,92 @@
+"""What a user can ask of the engine: one dataclass, checked in one place."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from .errors import UsageError
+from .sizing import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
+from .weights import DENSE_MODES, DenseMode
+
+MAX_LANES = 16
+DEFAULT_LANES = 4
+DEFAULT_CONTEXT = 4096
+DEFAULT_UBATCH = 512
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine; the command line's flags of the same names. Sizes in MiB, counts in tokens.
+
+    Raises UsageError for a value out of range, naming the flag.
+    """
+
+    cache_mb: str | int = "auto"
+    cache_floor_mb: int = DEFAULT_FLOOR_MB
+    cache_ceil_mb: int | None = None
+    force_cache: bool = False
+    overlap: bool = False
+    io_threads: int = DEFAULT_LANES
+    odirect: bool = True
+    dense_weights: DenseMode = "anon"
+    threads: int = 0
+    ctx: int = 0
+    ubatch: int = DEFAULT_UBATCH
+    n_expert_used: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.io_threads <= MAX_LANES:
+            raise UsageError(f"--io-threads: {self.io_threads} is out of range, give 1 to {MAX_LANES}")
+        if self.threads < 0:
+            raise UsageError(f"--threads: {self.threads} is negative; give 1 or more (0: one for each core)")
+        if self.ctx < 0:
+            raise UsageError(f"--ctx-size: {self.ctx} is negative; give 1 or more (0: the model's, at most 4096)")
+        if self.ubatch < 1:
+            raise UsageError(f"--ubatch: {self.ubatch} is out of range, give 1 or more tokens")
+        if self.n_expert_used is not None and self.n_expert_used < 1:
+            raise UsageError(f"--n-expert-used: {self.n_expert_used} is out of range, give 1 or more")
+        if self.dense_weights not in DENSE_MODES:
+            raise UsageError(f"--dense-weights: {self.dense_weights!r} is none of {', '.join(DENSE_MODES)}")
+        self.cache_request()
+
+    def cache_request(self) -> CacheRequest:
+        """The cache part of it, for `sizing.decide`."""
+        mode, mb = parse_cache_mb(str(self.cache_mb))
+        return CacheRequest(mode, mb, self.cache_floor_mb, self.cache_ceil_mb, self.force_cache)
+
+    def n_threads(self) -> int:
+        """Compute threads: as asked, or one for each physical core this process may run on."""
+        if self.threads:
+            return self.threads
+        usable = len(psutil.Process().cpu_affinity())
+        return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: greedy at `temp` 0, else top-k, top-p, temperature and a draw with `seed`."""
+
+    temp: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temp <= 100.0:
+            raise UsageError(f"--temp: {self.temp} is out of range, give 0 (greedy) to 100")
+        if self.top_k < 0:
+            raise UsageError(f"--top-k: {self.top_k} is negative; 0 keeps every token")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UsageError(f"--top-p: {self.top_p} is out of range, give above 0 up to 1")
+        if not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"--seed: {self.seed} is out of range, give 0 to {(1 << 32) - 1}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temp == 0.0

@@ -1,0 +1,264 @@
+"""The engine: opens a model, sizes the cache, and generates. `Engine.open(...)` is the library's front door."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots
+from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
+from .decode import Generation
+from .errors import BmoeError, UsageError
+from .gguf_file import ExpertLayer, expert_layers, open_model_file
+from .metrics import StreamCounters
+from .sizing import CacheDecision, ModelSizes, decide
+from .weights import Weights
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage ("dense", "cache", "prefill"), what is done and the whole; bytes, or tokens for prefill."""
+
+
+class Engine:
+    """One open model. Make it with `Engine.open`; use it as a context manager, or `close()` it.
+
+    One generation at a time; `cancel()` may be called from any thread. Several engines in a process are
+    independent of each other. Attributes: `config` (resolved), `arch`, `decision` (the cache and why),
+    `layers` (routed experts; empty for a dense model), `load_s`, `notes` (lines worth telling the user).
+    """
+
+    def __init__(self, path: Path, config: EngineConfig, progress: Progress | None = None) -> None:
+        started = time.perf_counter()
+        llama.check()
+        self.path = path
+        self.notes: list[str] = []
+        self.cached_ids: list[int] = []
+        self._cancelled = threading.Event()
+        self._progress = progress or (lambda stage, done, whole: None)
+        self._busy: Generation | None = None
+        with ExitStack() as stack:
+            self._open(stack, path, config)
+            self._stack = stack.pop_all()
+        self.load_s = time.perf_counter() - started
+
+    @classmethod
+    def open(
+        cls, model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, **settings: Any
+    ) -> Engine:
+        """Opens the GGUF at `model` (None: the bundled demo model) with the settings of `EngineConfig`.
+
+        Raises UsageError, ModelError, MemoryBudgetError or AbiError, each with one line that says what to do.
+        """
+        return cls(Path(model) if model is not None else demo.model_path(), EngineConfig(**settings), progress)
+
+    # ---- opening --------------------------------------------------------------------------------
+
+    def _open(self, stack: ExitStack, path: Path, config: EngineConfig) -> None:
+        file = open_model_file(path)
+        self.file = file
+        self.arch = file.arch
+        overrides = self._expert_override(config)
+        lanes = _lanes.Lanes([os.fspath(p) for p in file.paths], config.io_threads, config.odirect)
+        stack.callback(lanes.close)
+        weights = Weights(file.paths)
+        stack.callback(weights.close)
+        model = llama.load_model(file.header, file.virtual_size, str(path), overrides)
+        stack.callback(model.close)
+        self.lanes, self.weights, self.model = lanes, weights, model
+
+        layers = expert_layers(file.tensors, model.tensors)
+        self.layers: tuple[ExpertLayer, ...] = layers
+        self._verify_direct(config)
+        expert_names = {t.name for layer in layers for t in layer.tensors}
+        loaded = [t for t in file.tensors if t.name in model.tensors]
+        weights.place(
+            model,
+            [t for t in loaded if t.name not in expert_names],
+            [t for t in loaded if t.name in expert_names],
+            config.dense_weights,
+            lanes,
+            lambda done, whole: self._progress("dense", done, whole),
+        )
+        if weights.note:
+            self.notes.append(weights.note)
+
+        n_threads = config.n_threads()
+        self.streamer: _moe.Streamer | None = None
+        if layers:
+            self.streamer = _moe.Streamer(lanes, self._layer_specs(), n_threads, config.overlap)
+            stack.callback(self.streamer.close)
+        else:
+            self.notes.append(f"{path.name}: no routed experts (*_exps.weight): a dense model, nothing is streamed")
+        n_train = file.number("context_length", DEFAULT_CONTEXT)
+        n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
+        hook = self.streamer
+        self.context = llama.Context(
+            model,
+            n_ctx=n_ctx,
+            n_ubatch=min(config.ubatch, n_ctx),
+            n_threads=n_threads,
+            eval_callback=hook.callback if hook else 0,
+            abort_callback=hook.abort_callback if hook else 0,
+            userdata=hook.userdata if hook else 0,
+        )
+        stack.callback(self.context.close)
+        self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.number("expert_used_count")
+        self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx)
+        self.cache: _cache.ExpertCache | None = None
+        self.decision: CacheDecision | None = None
+        if layers:
+            self._start_cache(stack, config)
+
+    def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
+        if config.n_expert_used is None:
+            return None
+        n_expert = self.file.number("expert_count")
+        if not n_expert:
+            raise UsageError(f"--n-expert-used: {self.path} has no routed experts")
+        if config.n_expert_used > n_expert:
+            raise UsageError(f"--n-expert-used: {config.n_expert_used} is more than the model's {n_expert} experts")
+        return {f"{self.arch}.expert_used_count": config.n_expert_used}
+
+    def _verify_direct(self, config: EngineConfig) -> None:
+        if not config.odirect or not self.layers:
+            return
+        tensors = [t for layer in self.layers for t in layer.tensors]
+        refused = [
+            self.file.paths[i]
+            for i in range(len(self.file.paths))
+            if (t := next((t for t in tensors if t.file == i), None))
+            and not self.lanes.verify_direct(i, t.offset, min(t.nbytes, 1 << 16))
+        ]
+        if refused:
+            self.notes.append(f"{refused[0]}: the file system has no working direct I/O, reads are buffered")
+
+    def _layer_specs(self) -> list[tuple[list[tuple[int, int, int, int, int]], int]]:
+        specs = []
+        for layer in self.layers:
+            area, parts = 0, []
+            for t in layer.tensors:
+                parts.append((self.model.tensors[t.name][0], t.file, t.offset, t.nbytes, area))
+                area += t.area
+            specs.append((parts, layer.n_expert))
+        return specs
+
+    def _start_cache(self, stack: ExitStack, config: EngineConfig) -> None:
+        layers, buffers = self.layers, self.context.buffers
+        sizes = ModelSizes(
+            dense=self.weights.dense_bytes,
+            kv=buffers.kv,
+            compute=buffers.compute,
+            recurrent=buffers.recurrent,
+            experts=slots.all_experts_bytes(layers),
+            working_set=slots.working_set_bytes(layers, self.n_used),
+        )
+        resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
+        self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
+        plan = slots.plan_slots(layers, self.decision.budget)
+        self.plan = plan
+        pool = _mem.Region(max(plan.total_bytes, 1))
+        stack.callback(pool.close)
+        self._progress("cache", 0, plan.total_bytes)
+        pool.populate()
+        self._progress("cache", plan.total_bytes, plan.total_bytes)
+        cache = _cache.ExpertCache([la.n_expert for la in layers], list(plan.layer_class), list(plan.class_slots))
+        bases, first, address = [], 0, pool.address
+        for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):
+            bases.append((address, first, stride))
+            address += n * stride
+            first += n
+        assert self.streamer is not None
+        self.streamer.start(
+            cache, [bases[k] for k in plan.layer_class], list(plan.quotas), plan.n_ring, address, plan.ring_stride
+        )
+        self.cache = cache
+
+    # ---- use ------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        stop_at_end: bool = True,
+    ) -> Generation:
+        """Starts a generation: iterate over it for tokens, then read `.result`.
+
+        `prompt`: text, or token ids. `stop_at_end`: stop at an end-of-generation token, else go on to
+        `max_tokens`. Tokens shared with the sequence of the generation before are not computed again.
+        Raises UsageError where the prompt is empty or longer than the context.
+        """
+        if self._busy is not None and self._busy.running:
+            raise BmoeError("a generation is running on this engine; finish, close or cancel it first")
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._cancelled.clear()
+        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end)
+        return self._busy
+
+    def cancel(self) -> None:
+        """Ends the running generation at the next graph node; callable from any thread."""
+        self._cancelled.set()
+        if self.streamer is not None:
+            self.streamer.request_abort()
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        return llama.tokenize(self.model, text)
+
+    def special_text(self, name: str) -> str:
+        """Text of the "bos" or "eos" token, "" where the model has none."""
+        return llama.special_text(self.model, name)
+
+    @property
+    def adds_bos(self) -> bool:
+        """True where `tokenize` puts a BOS token first."""
+        return llama.adds_bos(self.model)
+
+    def counters(self) -> StreamCounters:
+        """Totals of the expert stream since opening."""
+        if self.streamer is None:
+            return StreamCounters()
+        _, disk_bytes, busy_s, _ = self.lanes.counters()
+        return StreamCounters(*self.streamer.counters(), disk_bytes=disk_bytes, lane_ns=int(busy_s * 1e9))
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory granted to experts, bytes."""
+        return self.decision.budget if self.decision else 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of slots that hold an expert now."""
+        if self.cache is None:
+            return 0
+        return sum(len(self.cache.resident(i)) * layer.slot_bytes for i, layer in enumerate(self.layers))
+
+    def set_progress(self, progress: Progress) -> None:
+        """Replaces who is told of progress."""
+        self._progress = progress
+
+    def report_progress(self, stage: str, done: int, whole: int) -> None:
+        """Passes progress on to who opened the engine."""
+        self._progress(stage, done, whole)
+
+    def close(self) -> None:
+        """Joins the lanes, frees the model and closes its files. May be called twice."""
+        if self._busy is not None:
+            self._busy.close()
+        self._stack.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

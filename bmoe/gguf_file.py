@@ -1,0 +1,200 @@
+"""The one place that knows how a model lies in its files: shards, tensors, and which of them are experts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import llama
+from .errors import ModelError
+
+PAGE = 4096
+"""Alignment of direct reads, bytes."""
+
+_SHARD_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
+_EXPERTS = re.compile(r"^(?P<block>.+)\.[^.]*_exps\.weight$")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor: `offset` from the start of file `file` (an index into `ModelFile.paths`), bytes."""
+
+    name: str
+    type: int
+    shape: tuple[int, int, int, int]
+    file: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """A routed-expert tensor: `n_expert` slices of `nbytes` bytes each, one after the other."""
+
+    name: str
+    file: int
+    offset: int
+    nbytes: int
+    n_expert: int
+
+    @property
+    def area(self) -> int:
+        """Bytes that hold any one slice as an aligned read brings it in."""
+        whole = -(-self.nbytes // PAGE) * PAGE
+        return whole if self.offset % PAGE == 0 and self.nbytes % PAGE == 0 else whole + PAGE
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The routed experts of one block: an expert is one slice of each tensor."""
+
+    block: str
+    n_expert: int
+    tensors: tuple[ExpertTensor, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert in the file."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that holds one expert."""
+        return sum(t.area for t in self.tensors)
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A model on disk: its files, its header as one file would have it, its tensors and its small keys."""
+
+    paths: tuple[Path, ...]
+    header: bytes
+    virtual_size: int
+    tensors: tuple[Tensor, ...]
+    keys: dict[str, llama.Value]
+
+    @property
+    def arch(self) -> str:
+        return str(self.keys.get("general.architecture", "unknown"))
+
+    def number(self, key: str, default: int = 0) -> int:
+        """The integer at `<arch>.<key>`, or `default`."""
+        value = self.keys.get(f"{self.arch}.{key}", default)
+        return int(value) if isinstance(value, (int, float)) else default
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+
+def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
+    """Reads the header(s) of the model at `path`: one file, or the first of its shards.
+
+    Raises ModelError, naming the file, for: no such file, no GGUF, a damaged header, a shard that is missing,
+    foreign or not the first, and a tensor that ends past the end of its file.
+    """
+    first = Path(path)
+    _check_magic(first)
+    with ExitStack() as stack:
+        header = stack.enter_context(llama.GgufHeader(str(first)))
+        keys = header.scalars()
+        count = int(keys.get("split.count", 0) or 0)
+        if count <= 1:
+            tensors = _tensors(header, 0)
+            with open(first, "rb") as f:
+                raw = f.read(header.data_offset)
+            return ModelFile((first,), raw, first.stat().st_size, tuple(tensors), keys)
+        paths = _shard_paths(first, int(keys.get("split.no", 0) or 0), count)
+        headers = [header]
+        for i, shard in enumerate(paths[1:], 1):
+            _check_magic(shard)
+            headers.append(stack.enter_context(llama.GgufHeader(str(shard))))
+            _check_shard(headers[i], i, count, shard)
+        tensors = [t for i, h in enumerate(headers) for t in _tensors(h, i)]
+        _check_whole(tensors, keys, first)
+        raw = header.merged_with(headers[1:])
+        size = len(raw) + sum(-(-t.nbytes // 32) * 32 for t in tensors)
+        return ModelFile(tuple(paths), raw, size, tuple(tensors), keys)
+
+
+def _check_magic(path: Path) -> None:
+    if not path.exists():
+        raise ModelError(f"{path}: no such file")
+    if not path.is_file():
+        raise ModelError(f"{path}: not a file; give a .gguf file, or the first of its shards")
+    try:
+        with open(path, "rb") as f:
+            magic = f.read(4)
+    except OSError as e:
+        raise ModelError(f"{path}: cannot read: {e.strerror}") from None
+    if magic != b"GGUF":
+        raise ModelError(f"{path}: not a GGUF file (it starts with {magic!r}); convert the model with llama.cpp first")
+
+
+def _tensors(header: llama.GgufHeader, file: int) -> list[Tensor]:
+    size = os.path.getsize(header.path)
+    base = header.data_offset
+    found = [Tensor(t.name, t.type, t.shape, file, base + t.offset, t.nbytes) for t in header.tensors()]
+    for t in found:
+        if t.offset + t.nbytes > size:
+            raise ModelError(
+                f"{header.path}: truncated: tensor {t.name} ends at byte {t.offset + t.nbytes}, "
+                f"the file has {size}; download or copy it again"
+            )
+    return found
+
+
+def _shard_paths(first: Path, number: int, count: int) -> list[Path]:
+    name = _SHARD_NAME.match(first.name)
+    if number != 0:
+        hint = f"{name['stem']}-00001-of-{count:05d}.gguf" if name else "the first shard"
+        raise ModelError(f"{first}: this is shard {number + 1} of {count}; open {hint}")
+    if name is None or int(name["count"]) != count:
+        raise ModelError(
+            f"{first}: the header says shard 1 of {count}, so the name must end in -00001-of-{count:05d}.gguf"
+        )
+    paths = [first.with_name(f"{name['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    missing = [p.name for p in paths if not p.exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"{first.with_name(missing[0])}: shard is missing{more}; all {count} must lie side by side")
+    return paths
+
+
+def _check_shard(header: llama.GgufHeader, index: int, count: int, path: Path) -> None:
+    keys = header.scalars()
+    if keys.get("split.no") != index or keys.get("split.count") != count:
+        says = f"shard {int(keys['split.no']) + 1} of {keys.get('split.count')}" if "split.no" in keys else "no shard"
+        raise ModelError(f"{path}: foreign file: its header says {says}, expected shard {index + 1} of {count}")
+
+
+def _check_whole(tensors: Iterable[Tensor], keys: dict[str, llama.Value], first: Path) -> None:
+    names = [t.name for t in tensors]
+    expected = keys.get("split.tensors.count")
+    if expected is not None and len(names) != expected:
+        raise ModelError(
+            f"{first}: its shards hold {len(names)} tensors, the header says {expected}: a shard is foreign"
+        )
+    if len(set(names)) != len(names):
+        twice = next(n for n in names if names.count(n) > 1)
+        raise ModelError(f"{first}: tensor {twice} is in two shards: one of them is foreign")
+
+
+def expert_layers(tensors: Iterable[Tensor], loaded: Iterable[str]) -> tuple[ExpertLayer, ...]:
+    """The routed experts among `tensors` that llama.cpp has loaded, a layer for each block, in file order.
+
+    Found by name and shape, not by architecture: 3-D tensors `<block>.*_exps.weight`.
+    """
+    names = set(loaded)
+    blocks: dict[tuple[str, int], list[ExpertTensor]] = defaultdict(list)
+    for t in tensors:
+        m = _EXPERTS.match(t.name)
+        n_expert = t.shape[2]
+        if m and t.name in names and n_expert > 1 and t.shape[3] == 1 and t.nbytes % n_expert == 0:
+            blocks[m["block"], n_expert].append(ExpertTensor(t.name, t.file, t.offset, t.nbytes // n_expert, n_expert))
+    return tuple(ExpertLayer(block, n, tuple(found)) for (block, n), found in blocks.items())

@@ -1,0 +1,487 @@
+"""The one place in Python that knows llama.cpp: version check, GGUF reading, model and context handles.
+
+Everything goes through stock `llama_cpp`. `check()` runs once, before the first model: it refuses another
+release than the pinned one and compares ggml's binary layout with the one the extensions were compiled for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _ggml
+from .errors import AbiError, BmoeError, ModelError
+
+PINNED = "0.3.36"
+"""The llama-cpp-python release whose ggml layout ext/ggml_abi.h describes."""
+
+# The low-level bindings: llama_cpp.llama_cpp, and a second handle on the same library for gguf.
+C: Any = None
+_gguf: Any = None
+
+_lock = threading.Lock()
+_log_lock = threading.RLock()
+
+
+def check(installed: str | None = None) -> None:
+    """Loads llama.cpp and makes sure that it is the one bmoe was built for. Cheap after the first call.
+
+    `installed` overrides the version found (for tests). Raises AbiError with one line that says what to install.
+    """
+    global C, _gguf
+    with _lock:
+        if C is not None and installed is None:
+            return
+        if installed is None:
+            try:
+                installed = metadata.version("llama-cpp-python")
+            except metadata.PackageNotFoundError:
+                raise AbiError(f"llama-cpp-python is not installed: pip install llama-cpp-python=={PINNED}") from None
+        if installed != PINNED:
+            raise AbiError(
+                f"llama-cpp-python {installed} is installed, but this bmoe works with {PINNED} only: "
+                f"pip install llama-cpp-python=={PINNED}"
+            )
+        try:
+            from llama_cpp import llama_cpp as bindings
+        except (ImportError, OSError, RuntimeError) as e:
+            raise AbiError(f"llama-cpp-python {installed} cannot be loaded: {e}") from None
+        path = os.path.realpath(bindings._lib._name)
+        _ggml.connect(os.fsencode(path))
+        _ggml.check_abi()
+        _gguf = _bind_gguf(path)
+        bindings.llama_backend_init()
+        _quiet()
+        C = bindings
+
+
+class _GgufInitParams(ctypes.Structure):
+    _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p))]
+
+
+def _bind_gguf(path: str) -> ctypes.CDLL:
+    lib = ctypes.CDLL(path)
+    p, s, i, n = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_size_t
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "gguf_init_from_file": (p, [s, _GgufInitParams]),
+        "gguf_init_empty": (p, []),
+        "gguf_free": (None, [p]),
+        "gguf_get_data_offset": (n, [p]),
+        "gguf_get_n_kv": (i, [p]),
+        "gguf_find_key": (i, [p, s]),
+        "gguf_get_key": (s, [p, i]),
+        "gguf_get_kv_type": (ctypes.c_int, [p, i]),
+        "gguf_get_val_data": (p, [p, i]),
+        "gguf_get_val_str": (s, [p, i]),
+        "gguf_get_n_tensors": (i, [p]),
+        "gguf_get_tensor_offset": (n, [p, i]),
+        "gguf_get_tensor_name": (s, [p, i]),
+        "gguf_get_tensor_ne": (ctypes.POINTER(i), [p, i]),
+        "gguf_get_tensor_type": (ctypes.c_int, [p, i]),
+        "gguf_get_tensor_size": (n, [p, i]),
+        "gguf_set_kv": (None, [p, p]),
+        "gguf_remove_key": (i, [p, s]),
+        "gguf_add_tensor": (None, [p, p]),
+        "gguf_get_meta_size": (n, [p]),
+        "gguf_get_meta_data": (None, [p, p]),
+        "ggml_get_first_tensor": (p, [p]),
+        "ggml_get_next_tensor": (p, [p, p]),
+        "ggml_free": (None, [p]),
+    }
+    for name, (result, args) in signatures.items():
+        try:
+            f = getattr(lib, name)
+        except AttributeError:
+            raise AbiError(f"the installed llama-cpp-python has no function {name}") from None
+        f.restype, f.argtypes = result, args
+    return lib
+
+
+def _quiet() -> None:
+    """Keeps llama.cpp's log off stderr, unless the program has set that logger's level itself.
+
+    What goes wrong is reported by exceptions, with the reason from the captured log.
+    """
+    logger = logging.getLogger("llama-cpp-python")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL + 1)
+
+
+# ---- log ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def captured_log() -> Iterator[list[str]]:
+    """Collects what llama.cpp logs inside the block, then gives the log back to who had it.
+
+    One block at a time in a process: the log is global.
+    """
+    lines: list[str] = []
+
+    @C.llama_log_callback  # type: ignore[untyped-decorator]
+    def callback(level: int, text: bytes, user_data: Any) -> None:
+        lines.append(text.decode("utf-8", "replace"))
+
+    with _log_lock:
+        before, before_data = C.llama_log_callback(), ctypes.c_void_p()
+        C.llama_log_get(ctypes.byref(before), ctypes.byref(before_data))
+        C.llama_log_set(callback, ctypes.c_void_p(0))
+        try:
+            yield lines
+        finally:
+            C.llama_log_set(before, before_data)
+
+
+def _reason(lines: list[str]) -> str:
+    """The line of llama.cpp's log that says why it gave up."""
+    for line in reversed(lines):
+        text = line.strip()
+        if "error" in text.lower() and not text.endswith("failed to load model"):
+            return re.sub(r"^\w+: ", "", text)
+    return next((line.strip() for line in reversed(lines) if "fail" in line.lower()), "no reason given")
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------
+
+_SCALARS: dict[int, Any] = {
+    0: ctypes.c_uint8, 1: ctypes.c_int8, 2: ctypes.c_uint16, 3: ctypes.c_int16, 4: ctypes.c_uint32,
+    5: ctypes.c_int32, 6: ctypes.c_float, 7: ctypes.c_bool, 10: ctypes.c_uint64, 11: ctypes.c_int64,
+    12: ctypes.c_double,
+}  # fmt: skip
+_STRING = 8
+
+Value = int | float | bool | str
+
+
+class GgufTensor(NamedTuple):
+    """One tensor as a GGUF header lists it: `offset` from the start of the data section, bytes."""
+
+    name: str
+    type: int
+    shape: tuple[int, int, int, int]
+    offset: int
+    nbytes: int
+
+
+class GgufHeader:
+    """The parsed header of one GGUF file; a context manager, since llama.cpp's parser owns memory.
+
+    Raises ModelError where the file is no GGUF or its header is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        check()
+        self.path = path
+        self._ggml = ctypes.c_void_p()
+        with captured_log() as log:
+            self._ctx = _gguf.gguf_init_from_file(os.fsencode(path), _GgufInitParams(True, ctypes.pointer(self._ggml)))
+        if not self._ctx:
+            raise ModelError(f"{path}: damaged or truncated GGUF header: {_reason(log)}")
+
+    def __enter__(self) -> GgufHeader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._ctx:
+            _gguf.gguf_free(self._ctx)
+            _gguf.ggml_free(self._ggml)
+            self._ctx = None
+
+    @property
+    def data_offset(self) -> int:
+        """Bytes before the data section."""
+        return int(_gguf.gguf_get_data_offset(self._ctx))
+
+    def tensors(self) -> list[GgufTensor]:
+        """The directory, in file order."""
+        g, ctx = _gguf, self._ctx
+        return [
+            GgufTensor(
+                g.gguf_get_tensor_name(ctx, i).decode(),
+                g.gguf_get_tensor_type(ctx, i),
+                tuple(g.gguf_get_tensor_ne(ctx, i)[:4]),
+                g.gguf_get_tensor_offset(ctx, i),
+                g.gguf_get_tensor_size(ctx, i),
+            )
+            for i in range(g.gguf_get_n_tensors(ctx))
+        ]
+
+    def scalars(self) -> dict[str, Value]:
+        """Every key whose value is a number, a boolean or a string."""
+        g, ctx = _gguf, self._ctx
+        found: dict[str, Value] = {}
+        for i in range(g.gguf_get_n_kv(ctx)):
+            kind = g.gguf_get_kv_type(ctx, i)
+            key = g.gguf_get_key(ctx, i).decode("utf-8", "replace")
+            if kind == _STRING:
+                found[key] = (g.gguf_get_val_str(ctx, i) or b"").decode("utf-8", "replace")
+            elif kind in _SCALARS:
+                found[key] = ctypes.cast(g.gguf_get_val_data(ctx, i), ctypes.POINTER(_SCALARS[kind]))[0]
+        return found
+
+    def merged_with(self, others: list[GgufHeader]) -> bytes:
+        """The header of one file that holds the tensors of this shard and then of `others`, without split keys."""
+        g = _gguf
+        whole = g.gguf_init_empty()
+        try:
+            g.gguf_set_kv(whole, self._ctx)
+            for key in (b"split.no", b"split.count", b"split.tensors.count"):
+                g.gguf_remove_key(whole, key)
+            for shard in (self, *others):
+                tensor = g.ggml_get_first_tensor(shard._ggml)
+                while tensor:
+                    g.gguf_add_tensor(whole, tensor)
+                    tensor = g.ggml_get_next_tensor(shard._ggml, tensor)
+            buffer = ctypes.create_string_buffer(g.gguf_get_meta_size(whole))
+            g.gguf_get_meta_data(whole, buffer)
+            return buffer.raw
+        finally:
+            g.gguf_free(whole)
+
+
+# ---- model ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """A loaded llama.cpp model and the host that holds its addresses.
+
+    `tensors`: `{name: (address of the ggml_tensor, bytes)}`. Tensor data are not there until the caller has
+    placed them with `host.place`.
+    """
+
+    handle: Any
+    host: _ggml.ModelHost
+    tensors: dict[str, tuple[int, int]]
+    vocab: Any = None
+    _keep: list[Any] = field(default_factory=list)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            C.llama_model_free(self.handle)
+            self.handle = None
+            self.host.close()
+
+
+class _BuftOverride(ctypes.Structure):
+    # llama_model_tensor_buft_override, which the bindings leave out.
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+def load_model(
+    header: bytes, size: int, name: str, overrides: dict[str, int] | None = None, load_mtp: bool = False
+) -> Model:
+    """Loads a model from its header alone; no byte of tensor data is read.
+
+    `size`: bytes of the file the header describes; `name` is for messages; `overrides`: integer keys to replace.
+    Raises ModelError with llama.cpp's own reason.
+    """
+    host = _ggml.ModelHost(header, size)
+    keep: list[Any] = []
+    params = C.llama_model_default_params()
+    no_devices = (ctypes.c_void_p * 1)(None)
+    buft = (_BuftOverride * 2)()
+    buft[0].pattern, buft[0].buft = b".", host.buffer_type
+    buft[1].pattern, buft[1].buft = None, None
+    keep += [no_devices, buft]
+    params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
+    params.tensor_buft_overrides = ctypes.cast(buft, ctypes.c_void_p)
+    params.n_gpu_layers = 0
+    params.load_mode = 0  # LLAMA_LOAD_MODE_NONE: read through the stream, no map
+    params.lazy_mode = 0  # LLAMA_LAZY_MODE_OFF
+    params.use_extra_bufts = False
+    params.check_tensors = False
+    params.load_mtp = load_mtp
+    if overrides:
+        kv = (C.llama_model_kv_override * (len(overrides) + 1))()
+        for i, (key, value) in enumerate(overrides.items()):
+            kv[i].key = key.encode()
+            kv[i].tag = C.LLAMA_KV_OVERRIDE_TYPE_INT
+            kv[i].value.val_i64 = value
+        kv[len(overrides)].key = b""
+        params.kv_overrides = kv
+        keep.append(kv)
+    with captured_log() as log:
+        handle = C.llama_model_load_from_file_ptr(ctypes.c_void_p(host.file_pointer), params)
+    if not handle:
+        host.close()
+        raise ModelError(f"{name}: llama.cpp cannot load it: {_reason(log)}")
+    return Model(handle, host, host.finish_load(), C.llama_model_get_vocab(handle), keep)
+
+
+# ---- context --------------------------------------------------------------------------------------
+
+ABORTED = 2
+"""What llama_decode returns where the abort callback stopped it."""
+
+_BUFFER_LINE = re.compile(r"(\S+)\s+(KV|RS|compute|output)\s+buffer size\s*=\s*([\d.]+) MiB")
+
+
+@dataclass(frozen=True)
+class BufferSizes:
+    """What a context has allocated, bytes: KV cache, recurrent state, compute and output buffers."""
+
+    kv: int
+    recurrent: int
+    compute: int
+
+
+class Context:
+    """A llama.cpp context: token batches in, logits out. One thread at a time, except for the stop flag."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_ubatch: int,
+        n_threads: int,
+        n_outputs: int = 1,
+        eval_callback: int = 0,
+        abort_callback: int = 0,
+        userdata: int = 0,
+    ) -> None:
+        params = C.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_ubatch
+        params.n_ubatch = n_ubatch
+        params.n_seq_max = 1
+        # Logits are wanted for few rows; the default reserves vocabulary x batch floats.
+        params.n_outputs_max = n_outputs
+        params.n_threads = n_threads
+        params.n_threads_batch = n_threads
+        params.offload_kqv = False
+        params.op_offload = False
+        params.no_perf = True
+        if eval_callback:
+            params.cb_eval = C.ggml_backend_sched_eval_callback(eval_callback)
+            params.cb_eval_user_data = ctypes.c_void_p(userdata)
+            params.abort_callback = ctypes.cast(ctypes.c_void_p(abort_callback), C.ggml_abort_callback)
+            params.abort_callback_data = ctypes.c_void_p(userdata)
+        with captured_log() as log:
+            self.handle = C.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            raise BmoeError(f"llama.cpp cannot make a context of {n_ctx} tokens: {_reason(log)}")
+        self.model = model
+        self.buffers = self._sizes(log)
+        self.n_ctx = int(C.llama_n_ctx(self.handle))
+        self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
+        self._memory = C.llama_get_memory(self.handle)
+
+    @staticmethod
+    def _sizes(log: list[str]) -> BufferSizes:
+        found = {"KV": 0.0, "RS": 0.0, "compute": 0.0, "output": 0.0}
+        for line in log:
+            if m := _BUFFER_LINE.search(line):
+                found[m[2]] += float(m[3])
+        mib = 1 << 20
+        return BufferSizes(
+            int(found["KV"] * mib), int(found["RS"] * mib), int((found["compute"] + found["output"]) * mib)
+        )
+
+    def decode(self, tokens: npt.NDArray[np.int32]) -> int:
+        """Appends `tokens` (int32, at most one batch) to the sequence; logits of the last are kept.
+
+        Returns llama_decode's code: 0 done, 1 no room, ABORTED, negative for errors.
+        """
+        batch = C.llama_batch_get_one(tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
+        return int(C.llama_decode(self.handle, batch))
+
+    def logits(self) -> npt.NDArray[np.float32]:
+        """Logits of the last decoded token, float32 [n_vocab]: a view, valid until the next decode."""
+        pointer = C.llama_get_logits_ith(self.handle, -1)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def truncate(self, n: int) -> bool:
+        """Keeps the first `n` tokens of the sequence. False where this kind of memory cannot."""
+        return bool(C.llama_memory_seq_rm(self._memory, 0, n, -1))
+
+    def first_kept(self) -> int:
+        """Position of the oldest token still held: above 0 where a sliding window has dropped some."""
+        return int(C.llama_memory_seq_pos_min(self._memory, 0))
+
+    def clear(self) -> None:
+        """Empties the sequence."""
+        C.llama_memory_clear(self._memory, True)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            C.llama_free(self.handle)
+            self.handle = None
+
+
+# ---- text -----------------------------------------------------------------------------------------
+
+
+def tokenize(model: Model, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of `text`, with BOS where the model wants one; `special`: control tokens are recognised."""
+    raw = text.encode("utf-8")
+    n = len(raw) + 8
+    buffer = (ctypes.c_int32 * n)()
+    got = C.llama_tokenize(model.vocab, raw, len(raw), buffer, n, True, special)
+    if got < 0:
+        n = -got
+        buffer = (ctypes.c_int32 * n)()
+        got = C.llama_tokenize(model.vocab, raw, len(raw), buffer, n, True, special)
+    if got < 0:
+        raise BmoeError(f"llama.cpp cannot tokenize {len(raw)} bytes of text")
+    return list(buffer[:got])
+
+
+def piece(model: Model, token: int, *, special: bool = False) -> bytes:
+    """The bytes of one token; may end inside a character."""
+    buffer = ctypes.create_string_buffer(64)
+    n = C.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, special)
+    if n < 0:
+        buffer = ctypes.create_string_buffer(-n)
+        n = C.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, special)
+    return buffer.raw[: max(0, n)]
+
+
+def special_text(model: Model, name: str) -> str:
+    """Text of the "bos" or "eos" token, "" where there is none."""
+    token = int(getattr(C, f"llama_vocab_{name}")(model.vocab))
+    return piece(model, token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def adds_bos(model: Model) -> bool:
+    """True where tokenizing a prompt puts BOS first."""
+    return bool(C.llama_vocab_get_add_bos(model.vocab))
+
+
+def is_end(model: Model, token: int) -> bool:
+    """True for a token that ends a generation."""
+    return bool(C.llama_vocab_is_eog(model.vocab, token))
+
+
+class SamplerChain:
+    """llama.cpp's own sampler chain: top-k, top-p, temperature, then a draw with `seed`."""
+
+    def __init__(self, temp: float, top_k: int, top_p: float, seed: int) -> None:
+        self._chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
+        if top_k > 0:
+            C.llama_sampler_chain_add(self._chain, C.llama_sampler_init_top_k(top_k))
+        if top_p < 1.0:
+            C.llama_sampler_chain_add(self._chain, C.llama_sampler_init_top_p(top_p, 1))
+        C.llama_sampler_chain_add(self._chain, C.llama_sampler_init_temp(temp))
+        C.llama_sampler_chain_add(self._chain, C.llama_sampler_init_dist(seed))
+
+    def sample(self, context: Context) -> int:
+        """Draws from the logits of the last decoded token and notes the choice."""
+        return int(C.llama_sampler_sample(self._chain, context.handle, -1))
+
+    def close(self) -> None:
+        if self._chain is not None:
+            C.llama_sampler_free(self._chain)
+            self._chain = None

@@ -1,0 +1,115 @@
+"""Counters of a run and the views that reports take of them. Plain data, no model, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StreamCounters:
+    """Running totals of the expert stream; subtract two to get what happened between.
+
+    `hits` and `misses` count experts of a layer's batch, each once; `routed` counts (token, expert) pairs;
+    `streamed` are misses that passed through the ring without a slot; `bytes` are of expert slices as the file
+    stores them, `disk_bytes` what the reads moved, alignment and dense weights included. Times in nanoseconds:
+    `plan_ns` cache management, `stall_ns` compute threads waiting for reads (summed over threads), `moe_ns`
+    thread 0 inside expert matmuls, `lane_ns` lanes inside reads (summed over lanes).
+    """
+
+    plans: int = 0
+    routed: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    rereads: int = 0
+    streamed: int = 0
+    reads: int = 0
+    bytes: int = 0
+    plan_ns: int = 0
+    stall_ns: int = 0
+    moe_ns: int = 0
+    disk_bytes: int = 0
+    lane_ns: int = 0
+
+    def __sub__(self, other: StreamCounters) -> StreamCounters:
+        return StreamCounters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of routed experts that were in the cache, 0..1; None where nothing was routed."""
+        looked = self.hits + self.misses
+        return self.hits / looked if looked else None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token and what it cost.
+
+    `text` is what can be printed now: "" while a character is incomplete. `wall_s` is the time from asking for
+    the token to having it; `decode_s` of that the model's graph (0.0 for the first, which prefill has paid for).
+    """
+
+    index: int
+    id: int
+    text: str
+    wall_s: float
+    decode_s: float
+    stream: StreamCounters
+
+
+@dataclass
+class GenerationResult:
+    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted"."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    stop: str = ""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+    total_s: float = 0.0
+    major_faults: int = 0
+    prefill: StreamCounters = field(default_factory=StreamCounters)
+    decode: StreamCounters = field(default_factory=StreamCounters)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that were computed, those kept from the generation before excluded."""
+        return self.prompt_tokens - self.reused_tokens
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens per second of model time; the first token is prefill's."""
+        return self.decode_steps / self.decode_s if self.decode_s else None
+
+    @property
+    def effective_tok_s(self) -> float | None:
+        """Tokens per second of wall time after the first token, everything included."""
+        after = self.total_s - self.ttft_s
+        return self.decode_steps / after if self.decode_steps and after > 0 else None
+
+
+def expert_summary(counters: StreamCounters, steps: int, budget: int, resident: int) -> dict[str, Any]:
+    """The `expert` object of the metrics file for one phase."""
+    return {
+        "bytes_read": counters.bytes,
+        "bytes_per_token": counters.bytes / steps if steps else None,
+        "reads": counters.reads,
+        "routed": counters.routed,
+        "hits": counters.hits,
+        "misses": counters.misses,
+        "hit_rate": counters.hit_rate,
+        "evictions": counters.evictions,
+        "rereads": counters.rereads,
+        "streamed": counters.streamed,
+        "budget_bytes": budget,
+        "resident_bytes": resident,
+    }

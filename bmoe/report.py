@@ -1,0 +1,127 @@
+"""What a run prints at its end, and the metrics file: views of one result and the engine's counters."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from . import __version__, osmem
+from .config import Sampling
+from .engine import Engine
+from .errors import UsageError
+from .metrics import GenerationResult, StreamCounters, expert_summary
+
+MiB = 1 << 20
+
+
+def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
+    """The end-of-run summary, a line for each subject."""
+    lines = [
+        f"generation: {len(result.token_ids)} tokens in {result.total_s:.2f} s, "
+        f"{_rate(result.decode_tok_s)} ({_rate(result.effective_tok_s)} effective), stopped: {result.stop}",
+        f"prefill: {result.prefill_tokens} tokens in {result.prefill_s:.2f} s ({_rate(result.prefill_tok_s)})"
+        + (f", {result.reused_tokens} kept from before" if result.reused_tokens else "")
+        + f", first token after {result.ttft_s:.2f} s, {result.prefill.bytes / MiB:.0f} MiB read",
+        f"memory: {result.major_faults} major faults, "
+        f"{osmem.read_process_memory().peak_rss / MiB:.0f} MiB resident at most",
+    ]
+    if engine.cache is None:
+        return lines
+    decode, steps = result.decode, result.decode_steps
+    per_token = f"{decode.bytes / MiB / steps:.1f} MiB/token" if steps else "no decode step"
+    lines.append(f"moe-stream: {(result.prefill.bytes + decode.bytes) / MiB:.0f} MiB read, {per_token}")
+    rate = decode.hit_rate
+    lines.append(
+        f"moe-cache: {'-' if rate is None else f'{100 * rate:.1f} %'} hit in decode, {engine.cache.n_resident} of "
+        f"{engine.cache.n_slots} slots full, {decode.evictions} evictions, {decode.rereads} re-reads"
+    )
+    if steps and result.decode_s:
+        lines.append(_time_line(engine, decode, result))
+    return lines
+
+
+def _time_line(engine: Engine, decode: StreamCounters, result: GenerationResult) -> str:
+    stall = decode.stall_ns / engine.config.threads / 1e9
+    plan = decode.plan_ns / 1e9
+    name = "moe-overlap" if engine.config.overlap else "moe-serial"
+    return (
+        f"{name}: {1e3 * stall / result.decode_steps:.2f} ms/token stalled on reads "
+        f"({100 * stall / result.decode_s:.0f} % of decode), {1e3 * plan / result.decode_steps:.3f} ms/token planning"
+    )
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} tok/s"
+
+
+def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dict[str, Any]:
+    """The metrics object. `expert` is of decode; `prefill.expert` the same for prefill. Bytes and seconds."""
+    budget, resident = engine.budget_bytes, engine.resident_bytes
+    memory = osmem.read_process_memory()
+    return {
+        "version": __version__,
+        "model": str(engine.path),
+        "arch": engine.arch,
+        "config": {
+            **engine.config.as_dict(),
+            "budget_bytes": budget,
+            "direct_io": engine.lanes.direct,
+            "sampling": {
+                "temp": sampling.temp,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "seed": sampling.seed,
+            },
+        },
+        "cache": engine.decision.explain() if engine.decision else None,
+        "token_ids": result.token_ids,
+        "tokens": len(result.token_ids),
+        "stop": result.stop,
+        "prompt_tokens": result.prompt_tokens,
+        "prefill_tokens": result.prefill_tokens,
+        "load_s": engine.load_s,
+        "ttft_s": result.ttft_s,
+        "prefill_s": result.prefill_s,
+        "decode_s": result.decode_s,
+        "total_s": result.total_s,
+        "prefill_tok_s": result.prefill_tok_s,
+        "decode_tok_s": result.decode_tok_s,
+        "effective_tok_s": result.effective_tok_s,
+        "decode_steps": result.decode_steps,
+        "stall_s": result.decode.stall_ns / 1e9 / engine.config.threads,
+        "plan_s": result.decode.plan_ns / 1e9,
+        "expert_matmul_s": result.decode.moe_ns / 1e9,
+        "major_faults": result.major_faults,
+        "peak_rss_bytes": memory.peak_rss,
+        "rss_bytes": memory.rss,
+        "expert": expert_summary(result.decode, result.decode_steps, budget, resident),
+        "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident)},
+        "memory": {
+            "dense_bytes": engine.weights.dense_bytes,
+            "kv_bytes": engine.context.buffers.kv,
+            "recurrent_bytes": engine.context.buffers.recurrent,
+            "compute_bytes": engine.context.buffers.compute,
+        },
+    }
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raises UsageError where a file cannot be written at `path`, before anything has been computed."""
+    parent = path.parent
+    if not parent.is_dir():
+        raise UsageError(f"{flag}: {parent} is not a directory")
+    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise UsageError(f"{flag}: cannot write {path}")
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Writes `data` whole or not at all: a temporary file beside it, then a rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"--metrics-json: cannot write {path}: {e.strerror}") from None

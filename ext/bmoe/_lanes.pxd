@@ -1,0 +1,82 @@
+from libc.stdint cimport int64_t
+from posix.types cimport off_t
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_t:
+        pass
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef struct pthread_cond_t:
+        pass
+
+cdef extern from "sync.h" nogil:
+    int bm_load(const int *p)
+    void bm_store(int *p, int v)
+    int bm_add(int *p, int v)
+    int64_t bm_add64(int64_t *p, int64_t v)
+    int64_t bm_load64(const int64_t *p)
+    void bm_pause()
+    int64_t bm_now_ns()
+    void bm_futex_wait(int *p, int v)
+    void bm_futex_wake_all(int *p)
+    void bm_spin_lock(int *p)
+    void bm_spin_unlock(int *p)
+    ctypedef struct bm_barrier:
+        int arrived
+        int phase
+        int sleepers
+    void bm_barrier_wait(bm_barrier *b, int n)
+
+cdef struct File:
+    int fd            # buffered descriptor, always open
+    int direct        # O_DIRECT descriptor, or -1
+    int use_direct    # 0 once this file system has refused or lied
+    int64_t size      # bytes, when it was opened
+
+cdef struct Read:
+    int file          # index into Pool.files
+    int64_t offset    # bytes, aligned
+    int64_t length    # bytes, aligned
+    int64_t need      # bytes that must arrive for the slice to be whole
+    char *dst         # aligned
+    int *pending      # decremented once when this read is done, whatever its outcome
+
+cdef struct Pool:
+    File *files
+    int n_files
+    pthread_mutex_t lock
+    pthread_cond_t work
+    Read *queue
+    int capacity      # a power of two
+    unsigned int head
+    unsigned int tail
+    int stop
+    int n_lanes
+    pthread_t *threads
+    # What waiting compute threads watch.
+    int done_seq
+    int sleepers
+    int in_flight     # queued or being read
+    # First failure.
+    int failed
+    int fail_file
+    int fail_errno    # 0: the read came short
+    int64_t fail_offset
+    int64_t fail_got
+    int64_t fail_need
+    # Counters.
+    int64_t n_reads
+    int64_t bytes     # bytes moved from the file, alignment included
+    int64_t busy_ns   # summed over lanes
+    int64_t n_fallback  # reads redone without O_DIRECT
+    # Fault injection for tests: 0 none, 1 says done before the read, 2 flips a byte, 3 fails
+    int sabotage
+
+cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil
+cdef void pool_wait_idle(Pool *p) noexcept nogil
+# Sleeps until a read has finished since `seq` was loaded from done_seq.
+cdef void pool_wait_progress(Pool *p, int seq) noexcept nogil
+
+cdef class Lanes:
+    cdef Pool pool
+    cdef readonly list paths

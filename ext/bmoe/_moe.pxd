@@ -1,0 +1,109 @@
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+
+from bmoe._cache cimport Cache, ExpertCache
+from bmoe._ggml cimport bm_tensor
+from bmoe._lanes cimport Lanes, Pool, bm_barrier
+
+cdef enum:
+    MAX_PARTS = 4     # gate, up, down, or gate_up and down; one to spare
+
+cdef struct Segment:  # the expert matmuls of one layer that follow each other in a graph
+    int n
+    int part[MAX_PARTS]
+
+cdef struct Part:     # one routed-expert tensor, `blk.<il>.ffn_*_exps.weight`
+    void *moe
+    int layer
+    int slice_        # which slice of a slot it fills
+    int file
+    int64_t offset    # of expert 0 in the file, bytes
+    int64_t nbytes    # one expert's slice
+    int64_t area      # where its area starts in a slot, bytes
+    bm_tensor *tensor
+    # Written while a graph is walked, before it runs.
+    Segment *segment
+    int order
+    int first
+    int keep_q        # the activations quantized for the previous node are the same
+
+cdef struct Layer:
+    int n_expert
+    int quota         # experts of one wide batch that it may admit
+    int64_t stride    # bytes of a slot
+    int64_t base      # address of the slot numbered `first`
+    int first
+
+cdef struct Moe:
+    Cache *cache
+    Pool *pool
+    Part *parts
+    int n_parts
+    Layer *layers
+    int n_layers
+    Segment *segments
+    int n_segments
+    int next_segment
+    int walk_layer
+    int walk_mask
+    bm_tensor *walk_ids
+    bm_tensor *walk_src
+    int walk_vdt
+    int n_threads
+    int overlap
+    int running       # slots and ring are there
+    # Memory.
+    int *slot_pending      # [n_slots * MAX_PARTS]
+    int n_ring
+    int64_t ring_base
+    int64_t ring_stride
+    int *ring_pending      # [n_ring]
+    int *ring_free         # [n_ring] stack
+    int n_ring_free
+    char *q                # quantized activations
+    size_t q_size
+    char *tiled            # scratch of ggml's tiled kernel
+    size_t tiled_one       # bytes of it for one thread
+    # Plan of the layer that runs.
+    int max_expert
+    int epoch
+    int plan_layer
+    Segment *plan_segment
+    int n_x                # distinct experts of the batch, resident first
+    int *x_expert
+    int *x_slot            # slot, or -1: through the ring
+    int *x_start           # [n_x + 1] first of its rows
+    int *x_of              # [max_expert] index by expert, or -1
+    int *count             # [max_expert]
+    int *fill_at           # [max_expert]
+    int32_t *rows          # [n_rows * 2] (id, token) pairs, by expert
+    int n_rows_max
+    int *x_ring            # [MAX_PARTS * max_expert]
+    int *next_chunk        # [MAX_PARTS * max_expert]
+    int *left_chunks
+    int *n_chunks
+    int *miss
+    int n_miss
+    int issue_lock
+    int issue_order
+    int issue_at
+    bm_barrier barrier
+    # Stop requests.
+    int abort
+    int64_t last_signal_ns
+    void *owner
+    # Counters.
+    int64_t n_plans
+    int64_t routed
+    int64_t bytes
+    int64_t reads
+    int64_t plan_ns
+    int64_t stall_ns       # summed over compute threads
+    int64_t moe_ns         # thread 0, inside expert matmuls
+    int64_t streamed       # misses that went through the ring, not into a slot
+
+cdef class Streamer:
+    cdef Moe m
+    cdef Lanes lanes
+    cdef ExpertCache cache
+    cdef readonly object interrupted
+    cdef int closed

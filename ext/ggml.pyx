@@ -1,0 +1,385 @@
+# cython: language_level=3
+"""The one place that touches ggml's binary interface: its function table, the layout check, the loader's hooks.
+
+`connect()` resolves functions from the libraries that `llama_cpp` has loaded and `check_abi()` compares the
+layout that this extension was compiled for (ggml_abi.h) with tensors that the running library builds. Nothing
+else in bmoe may run before both have passed.
+
+`ModelHost` is how a model is loaded without reading it: llama.cpp's public `llama_model_load_from_file_ptr`
+is given a stream that serves the header from memory and zeros for tensor data, and a buffer type that notes
+every tensor and shows it to the loader as one block of its type, so that a few bytes of each are allocated and
+"read". Afterwards the shapes are restored and the caller points each tensor at memory of its own.
+"""
+
+from libc.errno cimport EINVAL, errno
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdio cimport FILE, fclose
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcpy, memset, strcmp
+
+from .errors import AbiError
+
+cdef extern from "<dlfcn.h>" nogil:
+    void *dlopen(const char *path, int flags)
+    void *dlsym(void *handle, const char *name)
+    int RTLD_NOW
+    int RTLD_NOLOAD
+
+cdef extern from "<stdlib.h>" nogil:
+    int posix_memalign(void **out, size_t alignment, size_t size)
+
+cdef extern from "<stdio.h>" nogil:
+    ctypedef struct cookie_io_functions_t:
+        ssize_t (*read)(void *, char *, size_t) noexcept nogil
+        ssize_t (*write)(void *, const char *, size_t) noexcept nogil
+        int (*seek)(void *, int64_t *, int) noexcept nogil
+        int (*close)(void *) noexcept nogil
+    FILE *fopencookie(void *cookie, const char *mode, cookie_io_functions_t functions)
+    int SEEK_SET
+    int SEEK_CUR
+
+cdef Ggml _g
+cdef bint _connected = False
+
+
+cdef Ggml *ggml() noexcept nogil:
+    return &_g
+
+
+cdef void *_need(void *handle, const char *name) except NULL:
+    cdef void *f = dlsym(handle, name)
+    if f == NULL:
+        raise AbiError(f"the installed llama-cpp-python has no function {name.decode()}: "
+                       "install the release that this bmoe was built for (see docs/seam.md)")
+    return f
+
+
+def connect(bytes library_path):
+    """Fills the function table from the already loaded library at `library_path` (libllama) and what it needs.
+
+    Raises AbiError where a function is missing.
+    """
+    global _connected
+    cdef void *h = dlopen(library_path, RTLD_NOW | RTLD_NOLOAD)
+    if h == NULL:
+        raise AbiError(f"{library_path.decode()}: not loaded by llama_cpp")
+    (<void **>&_g.init)[0] = _need(h, b"ggml_init")
+    (<void **>&_g.free)[0] = _need(h, b"ggml_free")
+    (<void **>&_g.tensor_overhead)[0] = _need(h, b"ggml_tensor_overhead")
+    (<void **>&_g.new_tensor_4d)[0] = _need(h, b"ggml_new_tensor_4d")
+    (<void **>&_g.view_1d)[0] = _need(h, b"ggml_view_1d")
+    (<void **>&_g.mul_mat_id)[0] = _need(h, b"ggml_mul_mat_id")
+    (<void **>&_g.custom_4d)[0] = _need(h, b"ggml_custom_4d")
+    (<void **>&_g.set_name)[0] = _need(h, b"ggml_set_name")
+    (<void **>&_g.get_name)[0] = _need(h, b"ggml_get_name")
+    (<void **>&_g.get_data)[0] = _need(h, b"ggml_get_data")
+    (<void **>&_g.set_input)[0] = _need(h, b"ggml_set_input")
+    (<void **>&_g.nbytes)[0] = _need(h, b"ggml_nbytes")
+    (<void **>&_g.row_size)[0] = _need(h, b"ggml_row_size")
+    (<void **>&_g.blck_size)[0] = _need(h, b"ggml_blck_size")
+    (<void **>&_g.type_size)[0] = _need(h, b"ggml_type_size")
+    (<void **>&_g.type_name)[0] = _need(h, b"ggml_type_name")
+    (<void **>&_g.op_name)[0] = _need(h, b"ggml_op_name")
+    (<void **>&_g.cpu_traits)[0] = _need(h, b"ggml_get_type_traits_cpu")
+    (<void **>&_g.cpu_buft)[0] = _need(h, b"ggml_backend_cpu_buffer_type")
+    (<void **>&_g.buffer_from_ptr)[0] = _need(h, b"ggml_backend_cpu_buffer_from_ptr")
+    (<void **>&_g.buft_name)[0] = _need(h, b"ggml_backend_buft_name")
+    (<void **>&_g.buft_alignment)[0] = _need(h, b"ggml_backend_buft_get_alignment")
+    (<void **>&_g.buft_is_host)[0] = _need(h, b"ggml_backend_buft_is_host")
+    (<void **>&_g.tiled_id)[0] = dlsym(h, b"ggml_compute_forward_mul_mat_id_tiled")
+    (<void **>&_g.tiled_wdata)[0] = dlsym(h, b"ggml_tiled_wdata_size")
+    if _g.tiled_id == NULL or _g.tiled_wdata == NULL:
+        _g.tiled_id = NULL
+        _g.tiled_wdata = NULL
+    _g.n_tasks_max = -1
+    _connected = True
+
+
+cdef void _probe_op(bm_tensor *dst, int ith, int nth, void *userdata) noexcept nogil:
+    pass
+
+
+def check_abi():
+    """Compares ggml_abi.h with tensors, nodes and a buffer type that the running library makes.
+
+    Returns the number of comparisons. Raises AbiError that names the first difference.
+    """
+    if not _connected:
+        raise AbiError("connect() has not run")
+    cdef bm_init_params ip
+    ip.mem_size = 1 << 20
+    ip.mem_buffer = NULL
+    ip.no_alloc = True
+    cdef void *ctx = _g.init(ip)
+    cdef bm_tensor *t
+    cdef bm_tensor *v
+    cdef bm_tensor *a
+    cdef bm_tensor *b
+    cdef bm_tensor *ids
+    cdef bm_tensor *mm
+    cdef bm_tensor *cu
+    cdef bm_tensor *args[1]
+    cdef bm_custom_params cp
+    cdef bm_buft *buft
+    cdef const bm_cpu_traits *tr
+    cdef float x[2]
+    cdef float y[2]
+    cdef float s = 0
+    cdef int i32_type = -1, i
+    if ctx == NULL:
+        raise AbiError("ggml_init failed")
+    done = []
+
+    def same(what, got, want):
+        done.append(what)
+        if got != want:
+            raise AbiError(f"the layout of ggml differs from the one bmoe was built for: {what} is {got!r}, "
+                           f"expected {want!r}; install the pinned llama-cpp-python (see docs/seam.md)")
+
+    try:
+        # ggml_tensor_overhead() is the structure plus a 32 byte object header.
+        same("size of ggml_tensor", _g.tensor_overhead() - 32, sizeof(bm_tensor))
+        for i in range(64):
+            if _g.type_name(i) != NULL and _g.type_name(i) == b"i32":
+                i32_type = i
+                break
+        same("type i32 exists", i32_type >= 0, True)
+        t = _g.new_tensor_4d(ctx, 0, 2, 3, 5, 7)
+        same("type", t.type, 0)
+        same("ne", [t.ne[i] for i in range(4)], [2, 3, 5, 7])
+        same("nb", [t.nb[i] for i in range(4)], [4, 8, 24, 120])
+        _g.set_name(t, b"blk.0.bmoe")
+        same("name", t.name, b"blk.0.bmoe")
+        same("address of name", <uintptr_t>_g.get_name(t), <uintptr_t>&t.name[0])
+        t.data = <void *>0x1000
+        same("data", <uintptr_t>_g.get_data(t), 0x1000)
+        t.data = NULL
+        _g.set_input(t)
+        same("flags", t.flags & 1, 1)
+        same("extra", <uintptr_t>t.extra, 0)
+        v = _g.view_1d(ctx, t, 2, 8)
+        same("view_src", <uintptr_t>v.view_src, <uintptr_t>t)
+        same("view_offs", v.view_offs, 8)
+        a = _g.new_tensor_4d(ctx, 0, 4, 3, 5, 1)
+        b = _g.new_tensor_4d(ctx, 0, 4, 1, 2, 1)
+        ids = _g.new_tensor_4d(ctx, i32_type, 2, 2, 1, 1)
+        mm = _g.mul_mat_id(ctx, a, b, ids)
+        same("op of ggml_mul_mat_id", _g.op_name(mm.op), b"MUL_MAT_ID")
+        same("src of ggml_mul_mat_id", [<uintptr_t>mm.src[i] for i in range(3)],
+             [<uintptr_t>a, <uintptr_t>b, <uintptr_t>ids])
+        same("shape of ggml_mul_mat_id", [mm.ne[i] for i in range(3)], [3, 2, 2])
+        args[0] = t
+        cu = _g.custom_4d(ctx, 0, 3, 2, 2, 1, args, 1, _probe_op, _g.n_tasks_max, <void *>0x1234)
+        same("op of ggml_custom_4d", _g.op_name(cu.op), b"CUSTOM")
+        memcpy(&cp, &cu.op_params[0], sizeof(cp))
+        same("function of ggml_custom_4d", <uintptr_t>cp.fun, <uintptr_t><void *>&_probe_op)
+        same("n_tasks of ggml_custom_4d", cp.n_tasks, _g.n_tasks_max)
+        same("userdata of ggml_custom_4d", <uintptr_t>cp.userdata, 0x1234)
+        _g.op_mul_mat_id = mm.op
+        _g.op_custom = cu.op
+        buft = _g.cpu_buft()
+        same("buffer type name", buft.get_name(buft), _g.buft_name(buft))
+        same("buffer type alignment", buft.get_alignment(buft), _g.buft_alignment(buft))
+        same("buffer type is_host", bool(buft.is_host(buft)), bool(_g.buft_is_host(buft)))
+        tr = _g.cpu_traits(0)
+        same("vec_dot_type of f32", tr.vec_dot_type, 0)
+        same("rows of a vec_dot", tr.nrows >= 1, True)
+        x[0], x[1], y[0], y[1] = 1, 2, 3, 4
+        tr.vec_dot(2, &s, 0, x, 0, y, 0, 1)
+        same("vec_dot of f32", s, 11.0)
+    finally:
+        _g.free(ctx)
+    return len(done)
+
+
+def type_info(int ggml_type):
+    """`(name, elements of a block, bytes of a block)` of a ggml type."""
+    return _g.type_name(ggml_type).decode(), _g.blck_size(ggml_type), _g.type_size(ggml_type)
+
+
+cdef struct Shrunk:
+    bm_tensor *tensor
+    int64_t ne[4]
+
+cdef struct Host:
+    const char *header
+    int64_t header_len
+    int64_t size
+    int64_t pos
+    bm_buft buft
+    Shrunk *tensors
+    int n_tensors
+    int capacity
+    void **buffers
+    int n_buffers
+
+
+cdef ssize_t _read(void *cookie, char *buf, size_t n) noexcept nogil:
+    # Tensor data lies behind the header; nobody will use what is read of it here.
+    cdef Host *h = <Host *>cookie
+    cdef int64_t left = h.size - h.pos, head
+    if <int64_t>n > left:
+        n = <size_t>left
+    if n == 0:
+        return 0
+    head = h.header_len - h.pos
+    if head > 0:
+        if head > <int64_t>n:
+            head = <int64_t>n
+        memcpy(buf, h.header + h.pos, head)
+    else:
+        head = 0
+    memset(buf + head, 0, n - head)
+    h.pos += n
+    return <ssize_t>n
+
+
+cdef int _seek(void *cookie, int64_t *offset, int whence) noexcept nogil:
+    cdef Host *h = <Host *>cookie
+    cdef int64_t to = offset[0]
+    if whence == SEEK_CUR:
+        to += h.pos
+    elif whence != SEEK_SET:
+        to += h.size
+    if to < 0:
+        return -1
+    h.pos = to
+    offset[0] = to
+    return 0
+
+
+cdef const char *_buft_name(bm_buft *b) noexcept nogil:
+    return "bmoe"
+
+
+cdef void *_buft_alloc(bm_buft *b, size_t size) noexcept nogil:
+    cdef Host *h = <Host *>b.context
+    cdef void *p = NULL
+    cdef void **grown = <void **>realloc(h.buffers, sizeof(void *) * (h.n_buffers + 1))
+    if grown == NULL or posix_memalign(&p, 4096, size + 4096):
+        return NULL
+    h.buffers = grown
+    h.buffers[h.n_buffers] = p
+    h.n_buffers += 1
+    return _g.buffer_from_ptr(p, size)
+
+
+cdef size_t _buft_align(bm_buft *b) noexcept nogil:
+    return _g.buft_alignment(_g.cpu_buft())
+
+
+cdef size_t _buft_alloc_size(bm_buft *b, const bm_tensor *t) noexcept nogil:
+    # llama.cpp asks for the size of each tensor just before it allocates: that is how they are found.
+    cdef Host *h = <Host *>b.context
+    cdef Shrunk *grown
+    cdef Shrunk *x
+    cdef int i
+    for i in range(h.n_tensors):
+        if h.tensors[i].tensor == t:
+            return _g.nbytes(t)
+    if h.n_tensors == h.capacity:
+        grown = <Shrunk *>realloc(h.tensors, sizeof(Shrunk) * (2 * h.capacity + 256))
+        if grown == NULL:
+            return <size_t>1 << 62
+        h.tensors = grown
+        h.capacity = 2 * h.capacity + 256
+    x = &h.tensors[h.n_tensors]
+    h.n_tensors += 1
+    x.tensor = <bm_tensor *>t
+    for i in range(4):
+        x.ne[i] = t.ne[i]
+        x.tensor.ne[i] = 1
+    x.tensor.ne[0] = _g.blck_size(t.type)
+    return _g.nbytes(t)
+
+
+cdef c_bool _buft_is_host(bm_buft *b) noexcept nogil:
+    return True
+
+
+cdef class ModelHost:
+    """What llama.cpp loads a model through: a header-only stream and a buffer type that holds nothing.
+
+    `header`: bytes of a GGUF up to its data section. `size`: bytes of the whole (virtual) file. Keep it until
+    the model has been freed, then `close()`.
+    """
+
+    cdef Host *h
+    cdef FILE *f
+    cdef bytes header
+
+    def __cinit__(self, bytes header, int64_t size):
+        cdef cookie_io_functions_t io
+        self.h = <Host *>malloc(sizeof(Host))
+        if self.h == NULL:
+            raise MemoryError
+        memset(self.h, 0, sizeof(Host))
+        self.header = header
+        self.h.header = <const char *>self.header
+        self.h.header_len = len(header)
+        self.h.size = size
+        self.h.buft.get_name = _buft_name
+        self.h.buft.alloc_buffer = _buft_alloc
+        self.h.buft.get_alignment = _buft_align
+        self.h.buft.get_max_size = NULL
+        self.h.buft.get_alloc_size = _buft_alloc_size
+        self.h.buft.is_host = _buft_is_host
+        self.h.buft.device = NULL
+        self.h.buft.context = self.h
+        memset(&io, 0, sizeof(io))
+        io.read = _read
+        io.seek = _seek
+        self.f = fopencookie(self.h, b"rb", io)
+        if self.f == NULL:
+            raise MemoryError
+
+    @property
+    def file_pointer(self):
+        """Address of the `FILE` for llama_model_load_from_file_ptr."""
+        return <uintptr_t>self.f
+
+    @property
+    def buffer_type(self):
+        """Address of the buffer type for `tensor_buft_overrides`."""
+        return <uintptr_t>&self.h.buft
+
+    def finish_load(self):
+        """Restores the shapes; call it once llama.cpp has loaded.
+
+        Returns `{name: (address of the ggml_tensor, bytes)}`. Each must be placed before a graph runs.
+        """
+        cdef int i, j
+        cdef bm_tensor *t
+        found = {}
+        for i in range(self.h.n_tensors):
+            t = self.h.tensors[i].tensor
+            for j in range(4):
+                t.ne[j] = self.h.tensors[i].ne[j]
+            t.data = NULL
+            found[t.name.decode()] = (<uintptr_t>t, _g.nbytes(t))
+        self.close_stream()
+        return found
+
+    def place(self, uintptr_t tensor, uintptr_t data):
+        """Points the tensor at `tensor` at its bytes at `data` (addresses)."""
+        (<bm_tensor *>tensor).data = <void *>data
+
+    def close_stream(self):
+        if self.f != NULL:
+            fclose(self.f)
+            self.f = NULL
+
+    def close(self):
+        """Frees what the model's buffers point at. Only after the model has been freed."""
+        cdef int i
+        self.close_stream()
+        if self.h != NULL:
+            for i in range(self.h.n_buffers):
+                free(self.h.buffers[i])
+            free(self.h.buffers)
+            free(self.h.tensors)
+            free(self.h)
+            self.h = NULL
+
+    def __dealloc__(self):
+        self.close()

@@ -1,0 +1,119 @@
+# cython: language_level=3
+"""Regions of memory at addresses that C code keeps: anonymous ones, and read-only maps of a file."""
+
+import os
+
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uintptr_t
+
+from .errors import MemoryBudgetError, ModelError
+
+cdef extern from "<sys/mman.h>" nogil:
+    void *mmap(void *addr, size_t length, int prot, int flags, int fd, int64_t offset)
+    int munmap(void *addr, size_t length)
+    int madvise(void *addr, size_t length, int advice)
+    int mlock(const void *addr, size_t length)
+    int PROT_READ
+    int PROT_WRITE
+    int MAP_PRIVATE
+    int MAP_SHARED
+    int MAP_ANONYMOUS
+    int MAP_NORESERVE
+    void *MAP_FAILED
+    int MADV_HUGEPAGE
+    int MADV_RANDOM
+    int MADV_DONTNEED
+    int MADV_WILLNEED
+
+DEF HUGE = 2 << 20
+DEF POPULATE_READ = 22
+DEF POPULATE_WRITE = 23
+
+
+cdef class Region:
+    """Anonymous memory of `size` bytes, aligned to 2 MiB, huge pages asked for. `address` is an int.
+
+    Raises MemoryBudgetError where the address space or the machine refuses it.
+    """
+
+    cdef void *base
+    cdef size_t mapped
+    cdef readonly uintptr_t address
+    cdef readonly size_t size
+
+    def __cinit__(self, size_t size, bint huge=True):
+        cdef uintptr_t start
+        self.size = size
+        self.mapped = size + HUGE
+        self.base = mmap(NULL, self.mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        if self.base == MAP_FAILED:
+            self.base = NULL
+            raise MemoryBudgetError(f"cannot reserve {size >> 20} MiB of memory: {os.strerror(errno)}; "
+                                    "choose a smaller --cache-mb")
+        start = (<uintptr_t>self.base + HUGE - 1) & ~(<uintptr_t>HUGE - 1)
+        self.address = start
+        if huge:
+            madvise(<void *>start, size, MADV_HUGEPAGE)
+
+    def populate(self):
+        """Makes every page resident now; raises MemoryBudgetError where the machine cannot."""
+        cdef int rc
+        cdef size_t n = self.size
+        with nogil:
+            rc = madvise(<void *>self.address, n, POPULATE_WRITE) if n else 0
+        # EINVAL: a kernel older than 5.14; pages then come one by one as reads fill them.
+        if rc != 0 and errno != 22:
+            raise MemoryBudgetError(f"cannot allocate {n >> 20} MiB of memory: {os.strerror(errno)}; "
+                                    "choose a smaller --cache-mb")
+
+    def lock(self):
+        """Pins the region (mlock). Returns 0 or the errno."""
+        cdef int rc
+        with nogil:
+            rc = mlock(<void *>self.address, self.size)
+        return errno if rc else 0
+
+    def close(self):
+        if self.base != NULL:
+            munmap(self.base, self.mapped)
+            self.base = NULL
+
+    def __dealloc__(self):
+        self.close()
+
+
+cdef class FileMap:
+    """A read-only shared map of a whole file, no read-ahead. Raises ModelError where it cannot be mapped."""
+
+    cdef void *base
+    cdef readonly uintptr_t address
+    cdef readonly size_t size
+
+    def __cinit__(self, path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.size = os.fstat(fd).st_size
+            self.base = mmap(NULL, self.size, PROT_READ, MAP_SHARED, fd, 0)
+        finally:
+            os.close(fd)
+        if self.base == MAP_FAILED:
+            self.base = NULL
+            raise ModelError(f"{path}: cannot map: {os.strerror(errno)}")
+        madvise(self.base, self.size, MADV_RANDOM)
+        self.address = <uintptr_t>self.base
+
+    def warm(self, int64_t offset, int64_t nbytes):
+        """Reads the pages of a range into memory now."""
+        cdef uintptr_t start = (self.address + offset) & ~<uintptr_t>4095
+        cdef size_t n = self.address + offset + nbytes - start
+        with nogil:
+            if madvise(<void *>start, n, POPULATE_READ):
+                madvise(<void *>start, n, MADV_WILLNEED)
+
+    def close(self):
+        if self.base != NULL:
+            munmap(self.base, self.size)
+            self.base = NULL
+
+    def __dealloc__(self):
+        self.close()

@@ -1,0 +1,78 @@
+/* Atomics, futexes and a small barrier for threads that must not take the GIL. Linux. */
+#ifndef BMOE_SYNC_H
+#define BMOE_SYNC_H
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static inline int bm_load(const int *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+static inline void bm_store(int *p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+static inline int bm_add(int *p, int v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
+static inline int64_t bm_add64(int64_t *p, int64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+static inline int64_t bm_load64(const int64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+
+static inline void bm_pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");
+#endif
+}
+
+static inline int64_t bm_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Sleeps while *p == v; may return early. */
+static inline void bm_futex_wait(int *p, int v) {
+    syscall(SYS_futex, p, FUTEX_WAIT_PRIVATE, v, (void *)0, (void *)0, 0);
+}
+
+static inline void bm_futex_wake_all(int *p) {
+    syscall(SYS_futex, p, FUTEX_WAKE_PRIVATE, INT_MAX, (void *)0, (void *)0, 0);
+}
+
+/* A spin lock for sections of a few hundred nanoseconds. */
+static inline void bm_spin_lock(int *p) {
+    int spins = 0;
+    while (__atomic_exchange_n(p, 1, __ATOMIC_ACQUIRE)) {
+        if (++spins < 64) bm_pause();
+        else sched_yield();
+    }
+}
+static inline void bm_spin_unlock(int *p) { bm_store(p, 0); }
+
+typedef struct {
+    int arrived;
+    int phase;
+    int sleepers;
+} bm_barrier;
+
+/* All n callers return together; what each wrote before is visible to all after. Spins for a few
+ * microseconds (the usual skew between compute threads), then sleeps, so that lanes get the core. */
+static inline void bm_barrier_wait(bm_barrier *b, int n) {
+    if (n <= 1) return;
+    int phase = bm_load(&b->phase);
+    if (bm_add(&b->arrived, 1) == n - 1) {
+        bm_store(&b->arrived, 0);
+        bm_add(&b->phase, 1);
+        if (bm_load(&b->sleepers) > 0) bm_futex_wake_all(&b->phase);
+        return;
+    }
+    for (int i = 0; i < 2000; i++) {
+        if (bm_load(&b->phase) != phase) return;
+        bm_pause();
+    }
+    bm_add(&b->sleepers, 1);
+    while (bm_load(&b->phase) == phase) bm_futex_wait(&b->phase, phase);
+    bm_add(&b->sleepers, -1);
+}
+
+#endif
