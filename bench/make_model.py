@@ -208,8 +208,8 @@ def _load_quantizer() -> Callable[..., int]:
 
 def more_bits(layer: int, n_layer: int) -> bool:
     """Whether Q4_K_M has this layer's value and down weights in Q6_K: both ends, every third between."""
-    eighth = n_layer // 8
-    return layer < eighth or layer >= 7 * n_layer // 8 or (layer - eighth) % 3 == 2
+    first, last = n_layer // 8, n_layer * 7 // 8
+    return not first <= layer < last or layer in range(first + 2, last, 3)
 
 
 def popularity(n_expert: int, n_used: int, s: float) -> NDArray[np.float64]:
@@ -385,7 +385,7 @@ def _scaled(s: Shape, scale: int) -> Shape:
 def make_model(
     path: str | os.PathLike[str],
     shape: str = "qwen3-30b-a3b",
-    layers: int | None = None,
+    layers: int | None = 12,
     router: str = "uniform",
     zipf_s: float = 1.0,
     seed: int = 0,
@@ -397,7 +397,7 @@ def make_model(
 ) -> ModelInfo:
     """Write one model file and say what is in it. It appears under its name only when it is whole.
 
-    `layers` and `quant` default to the model's own; `scale` divides the sizes, for tests; `progress` gets
+    No `layers` is all of them, no `quant` the model's own; `scale` divides the sizes, for tests; `progress` gets
     the bytes done and the bytes in all.
     """
     path, full = Path(path), SHAPES.get(shape)
@@ -468,7 +468,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--layers", type=int, metavar="N", help="fewer layers than the model has")
     parser.add_argument("--router", default="uniform", help="uniform (default) or zipf")
-    parser.add_argument("--zipf-s", type=float, default=1.0, metavar="S", help="exponent (default: 1.0)")
+    parser.add_argument("--zipf-s", type=float, default=1.0, metavar="S", help="default: 1.0; 1.3 is like real models")
     parser.add_argument("--quant", help="q4_k_m or mxfp4 (default: the model's usual one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -20,6 +21,12 @@ from .metrics import StreamCounters
 from .sizing import CacheDecision, ModelSizes, decide
 from .weights import Weights
 
+ALLOWANCE = 64 << 20
+"""What the process may hold beyond weights, KV cache, compute buffers and the cache budget, bytes."""
+RESERVE = 28 << 20
+"""Of the allowance: kept for what grows later (ggml's work buffer, activations, heap)."""
+_POPULATE_STEP = 32 << 20
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage ("dense", "cache", "prefill"), what is done and the whole; bytes, or tokens for prefill."""
 
@@ -35,6 +42,7 @@ class Engine:
     def __init__(self, path: Path, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
         llama.check()
+        _base_rss()
         self.path = path
         self.notes: list[str] = []
         self.cached_ids: list[int] = []
@@ -67,8 +75,13 @@ class Engine:
         stack.callback(lanes.close)
         weights = Weights(file.paths)
         stack.callback(weights.close)
+        before = osmem.read_process_memory().rss
         model = llama.load_model(file.header, file.virtual_size, str(path), overrides)
         stack.callback(model.close)
+        self.file = file = replace(file, header=b"")
+        _mem.trim_heap()
+        # The interpreter, its libraries and the vocabulary: what else this process holds for this model.
+        self.overhead = _base_rss() + max(0, osmem.read_process_memory().rss - before)
         self.lanes, self.weights, self.model = lanes, weights, model
 
         layers = expert_layers(file.tensors, model.tensors)
@@ -159,13 +172,16 @@ class Engine:
         )
         resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
         self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
-        plan = slots.plan_slots(layers, self.decision.budget)
+        spare = ALLOWANCE - RESERVE - self.overhead
+        plan = slots.plan_slots(layers, max(0, self.decision.budget + min(0, spare)), max(0, spare))
+        if spare < 0 and self.decision.budget:
+            self.notes.append(
+                f"{-spare >> 20} MiB of the cache budget cover what the process holds beyond {ALLOWANCE >> 20} MiB"
+            )
         self.plan = plan
         pool = _mem.Region(max(plan.total_bytes, 1))
         stack.callback(pool.close)
-        self._progress("cache", 0, plan.total_bytes)
-        pool.populate()
-        self._progress("cache", plan.total_bytes, plan.total_bytes)
+        stack.callback(_Populate(pool).stop)
         cache = _cache.ExpertCache([la.n_expert for la in layers], list(plan.layer_class), list(plan.class_slots))
         bases, first, address = [], 0, pool.address
         for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):
@@ -262,3 +278,27 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@functools.cache
+def _base_rss() -> int:
+    """Resident bytes of the interpreter and its libraries, taken when the first engine opens."""
+    return osmem.read_process_memory().rss
+
+
+class _Populate:
+    """Makes a region resident in the background: zeroing gigabytes would only delay the first token."""
+
+    def __init__(self, region: _mem.Region) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(region,), name="bmoe-populate", daemon=True)
+        self._thread.start()
+
+    def _run(self, region: _mem.Region) -> None:
+        for at in range(0, region.size, _POPULATE_STEP):
+            if self._stop.is_set() or region.populate(at, _POPULATE_STEP):
+                return
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()

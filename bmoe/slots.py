@@ -73,9 +73,12 @@ def _classes(layers: Sequence[ExpertLayer]) -> list[tuple[int, list[int]]]:
     return [(size, members) for (size, _), members in sorted(by_size.items())]
 
 
-def plan_slots(layers: Sequence[ExpertLayer], budget: int) -> SlotPlan:
-    """Cuts `budget` bytes (0: no cache) into slots and a ring; never plans more than the budget, except that
-    without a cache, or with one too small for it, the ring is what streaming needs."""
+def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYTES_NO_CACHE) -> SlotPlan:
+    """Cuts `budget` bytes (0: no cache) into slots and a ring.
+
+    Never plans more than the budget, except that without a cache the ring is what streaming needs: `spare`
+    bytes, at least two areas.
+    """
     stride = ring_stride(layers)
     classes = _classes(layers)
     layer_class = [0] * len(layers)
@@ -86,7 +89,7 @@ def plan_slots(layers: Sequence[ExpertLayer], budget: int) -> SlotPlan:
         return SlotPlan((), (), (), (), 0, 0)
     n_ring = RING_AREAS
     if budget < 2 * n_ring * stride:
-        n_ring = max(2, min(RING_BYTES_NO_CACHE // stride, 64))
+        n_ring = max(2, min(max(budget, spare) // stride, 64))
         budget = max(0, budget - n_ring * stride)
     else:
         budget -= n_ring * stride

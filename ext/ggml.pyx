@@ -358,6 +358,9 @@ cdef class ModelHost:
             t.data = NULL
             found[t.name.decode()] = (<uintptr_t>t, _g.nbytes(t))
         self.close_stream()
+        self.header = b""  # megabytes, with a real vocabulary
+        self.h.header = NULL
+        self.h.header_len = 0
         return found
 
     def place(self, uintptr_t tensor, uintptr_t data):

@@ -25,9 +25,17 @@ cdef extern from "<sys/mman.h>" nogil:
     int MADV_DONTNEED
     int MADV_WILLNEED
 
+cdef extern from "<malloc.h>" nogil:
+    int malloc_trim(size_t pad)
+
 DEF HUGE = 2 << 20
 DEF POPULATE_READ = 22
 DEF POPULATE_WRITE = 23
+
+
+def trim_heap():
+    """Gives the C heap's free pages back to the system (glibc)."""
+    malloc_trim(0)
 
 
 cdef class Region:
@@ -55,16 +63,15 @@ cdef class Region:
         if huge:
             madvise(<void *>start, size, MADV_HUGEPAGE)
 
-    def populate(self):
-        """Makes every page resident now; raises MemoryBudgetError where the machine cannot."""
+    def populate(self, size_t offset, size_t nbytes):
+        """Makes the pages of a part resident now, whatever they hold stays. Returns 0 or the errno.
+
+        EINVAL comes from kernels older than 5.14: pages then come one by one as reads fill them.
+        """
         cdef int rc
-        cdef size_t n = self.size
         with nogil:
-            rc = madvise(<void *>self.address, n, POPULATE_WRITE) if n else 0
-        # EINVAL: a kernel older than 5.14; pages then come one by one as reads fill them.
-        if rc != 0 and errno != 22:
-            raise MemoryBudgetError(f"cannot allocate {n >> 20} MiB of memory: {os.strerror(errno)}; "
-                                    "choose a smaller --cache-mb")
+            rc = madvise(<void *>(self.address + offset), min(nbytes, self.size - offset), POPULATE_WRITE)
+        return errno if rc else 0
 
     def lock(self):
         """Pins the region (mlock). Returns 0 or the errno."""
