@@ -58,9 +58,7 @@ def child_stock(args: argparse.Namespace) -> dict[str, Any]:
 
     def decode(ids: list[int]) -> None:
         a = np.array(ids, np.int32)
-        if c.llama_decode(
-            context, c.llama_batch_get_one(a.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(a))
-        ):
+        if c.llama_decode(context, c.llama_batch_get_one(a.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(a))):
             raise SystemExit("llama_decode failed")
 
     prompt = prompt_ids(args, n_vocab)
@@ -110,7 +108,8 @@ def child_bmoe(args: argparse.Namespace) -> dict[str, Any]:
             "stall_ms": d.stall_ns / 1e6 / engine.config.threads / r.decode_steps,
             "plan_ms": d.plan_ns / 1e6 / r.decode_steps,
             "moe_ms": d.moe_ns / 1e6 / r.decode_steps,
-            "lane_mib_s": d.disk_bytes / MiB / (d.lane_ns / 1e9) if d.lane_ns else None,
+            "disk_mib_s": d.disk_bytes / MiB / (d.disk_ns / 1e9) if d.disk_ns else None,
+            "cpu_us_per_mib": d.lane_cpu_ns / 1e3 / (d.disk_bytes / MiB) if d.disk_bytes else None,
             "python_ms": 1e3 * statistics.median(t.wall_s - t.decode_s for t in tokens[1:]),
             "cpu_ms": 1e3 * (cpu[-1] - cpu[0]) / r.decode_steps,
             "major_faults": usage.ru_majflt - before.ru_majflt,
@@ -214,8 +213,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 def report(found: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
     resident = next(c for c in found if not c.capped)
     rows = []
-    print(f"\n{'cell':<22}{'tok/s':>8}{'min-max':>14}{'of resident':>13}{'limit':>7}{'MiB/tok':>9}{'hit %':>7}"
-          f"{'stall ms':>10}{'plan ms':>9}{'cpu ms':>8}{'prefill':>9}{'load s':>8}")  # fmt: skip
+    head = ("tok/s", "min-max", "of resident", "limit", "MiB/tok", "hit %", "stall ms", "disk/fio", "us/MiB", "py ms",
+            "prefill", "load s")  # fmt: skip
+    print(f"\n{'cell':<22}" + "".join(f"{h:>12}" for h in head))
     for cell in found:
         ok = [(r, base) for r, base in zip(cell.runs, resident.runs, strict=True) if "error" not in r]
         if not ok:
@@ -229,7 +229,7 @@ def report(found: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
             "of_resident": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
             "prefill_of_resident": prefill, "load_s": statistics.median(r["load_s"] for r, _ in ok),
         }  # fmt: skip
-        for key in ("mib_per_token", "hit_rate", "stall_ms", "plan_ms", "cpu_ms", "python_ms", "lane_mib_s",
+        for key in ("mib_per_token", "hit_rate", "stall_ms", "plan_ms", "cpu_ms", "python_ms", "disk_mib_s", "cpu_us_per_mib",
                     "open_disk_mib", "dense_mib", "prefill_mib", "budget_mib"):  # fmt: skip
             values = [r[key] for r, _ in ok if r.get(key) is not None]
             row[key] = statistics.median(values) if values else None
@@ -237,14 +237,20 @@ def report(found: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
         if row["mib_per_token"] is not None:
             row["limit"] = base_s / max(base_s, row["mib_per_token"] / bandwidth)
         rows.append(row)
-        show = {k: "-" if row.get(k) is None else f"{row[k]:.2f}" for k in ("limit", "stall_ms", "plan_ms", "cpu_ms")}
-        mib = "-" if row["mib_per_token"] is None else f"{row['mib_per_token']:.1f}"
-        hit = "-" if row["hit_rate"] is None else f"{100 * row['hit_rate']:.1f}"
-        spread = f"{row['min']:.2f}-{row['max']:.2f}"
-        print(f"{cell.name:<22}{row['tok_s']:>8.2f}{spread:>14}{row['of_resident']:>13.3f}{show['limit']:>7}{mib:>9}"
-              f"{hit:>7}{show['stall_ms']:>10}{show['plan_ms']:>9}{show['cpu_ms']:>8}{prefill:>9.2f}"
-              f"{row['load_s']:>8.2f}")  # fmt: skip
+        if row["disk_mib_s"] is not None:
+            row["disk_of_fio"] = row["disk_mib_s"] / bandwidth
+        numbers = [
+            f"{row['tok_s']:.2f}", f"{row['min']:.2f}-{row['max']:.2f}", f"{row['of_resident']:.3f}",
+            _show(row.get("limit")), _show(row["mib_per_token"]), _show(row["hit_rate"], 100), _show(row["stall_ms"]),
+            _show(row.get("disk_of_fio")), _show(row["cpu_us_per_mib"]), _show(row["python_ms"]), f"{prefill:.2f}",
+            f"{row['load_s']:.2f}",
+        ]  # fmt: skip
+        print(f"{cell.name:<22}" + "".join(f"{n:>12}" for n in numbers))
     return rows
+
+
+def _show(value: float | None, factor: float = 1) -> str:
+    return "-" if value is None else f"{factor * value:.2f}"
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots
 from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
 from .decode import Generation
-from .errors import BmoeError, UsageError
+from .errors import BmoeError, ModelError, UsageError
 from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .metrics import StreamCounters
 from .sizing import CacheDecision, ModelSizes, decide
@@ -28,7 +28,7 @@ RESERVE = 28 << 20
 _POPULATE_STEP = 32 << 20
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage ("dense", "cache", "prefill"), what is done and the whole; bytes, or tokens for prefill."""
+"""Called with a stage ("dense", "prefill"), what is done and the whole; bytes, or tokens for prefill."""
 
 
 class Engine:
@@ -89,6 +89,11 @@ class Engine:
         self._verify_direct(config)
         expert_names = {t.name for layer in layers for t in layer.tensors}
         loaded = [t for t in file.tensors if t.name in model.tensors]
+        if len(loaded) != len(model.tensors):
+            odd = next(iter(model.tensors.keys() - {t.name for t in loaded}), "none")
+            raise ModelError(
+                f"{path}: llama.cpp made {len(model.tensors)} tensors, {len(loaded)} are in the file ({odd})"
+            )
         weights.place(
             model,
             [t for t in loaded if t.name not in expert_names],
@@ -162,21 +167,24 @@ class Engine:
 
     def _start_cache(self, stack: ExitStack, config: EngineConfig) -> None:
         layers, buffers = self.layers, self.context.buffers
+        # What the process holds beyond the allowance is charged to the budget: the sum is what is promised.
+        spare = ALLOWANCE - RESERVE - self.overhead
+        excess = max(0, -spare)
         sizes = ModelSizes(
             dense=self.weights.dense_bytes,
             kv=buffers.kv,
             compute=buffers.compute,
             recurrent=buffers.recurrent,
-            experts=slots.all_experts_bytes(layers),
-            working_set=slots.working_set_bytes(layers, self.n_used),
+            experts=slots.all_experts_bytes(layers) + excess,
+            working_set=slots.working_set_bytes(layers, self.n_used) + excess,
         )
         resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
         self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
-        spare = ALLOWANCE - RESERVE - self.overhead
-        plan = slots.plan_slots(layers, max(0, self.decision.budget + min(0, spare)), max(0, spare))
-        if spare < 0 and self.decision.budget:
+        plan = slots.plan_slots(layers, max(0, self.decision.budget - excess), max(0, spare))
+        if excess and self.decision.budget:
             self.notes.append(
-                f"{-spare >> 20} MiB of the cache budget cover what the process holds beyond {ALLOWANCE >> 20} MiB"
+                f"{excess >> 20} MiB of the cache budget are for what the process itself holds "
+                f"(libraries and vocabulary, beyond {ALLOWANCE >> 20} MiB)"
             )
         self.plan = plan
         pool = _mem.Region(max(plan.total_bytes, 1))
@@ -244,8 +252,7 @@ class Engine:
         """Totals of the expert stream since opening."""
         if self.streamer is None:
             return StreamCounters()
-        _, disk_bytes, busy_s, _ = self.lanes.counters()
-        return StreamCounters(*self.streamer.counters(), disk_bytes=disk_bytes, lane_ns=int(busy_s * 1e9))
+        return StreamCounters(*self.streamer.counters(), *self.lanes.counters())
 
     @property
     def budget_bytes(self) -> int:

@@ -14,7 +14,8 @@ class StreamCounters:
     `streamed` are misses that passed through the ring without a slot; `bytes` are of expert slices as the file
     stores them, `disk_bytes` what the reads moved, alignment and dense weights included. Times in nanoseconds:
     `plan_ns` cache management, `stall_ns` compute threads waiting for reads (summed over threads), `moe_ns`
-    thread 0 inside expert matmuls, `lane_ns` lanes inside reads (summed over lanes).
+    thread 0 inside expert matmuls, `lane_ns` lanes inside reads and `lane_cpu_ns` their CPU there
+    (summed over lanes), `disk_ns` wall time with a read queued or under way.
     """
 
     plans: int = 0
@@ -31,6 +32,8 @@ class StreamCounters:
     moe_ns: int = 0
     disk_bytes: int = 0
     lane_ns: int = 0
+    lane_cpu_ns: int = 0
+    disk_ns: int = 0
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
         return StreamCounters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))

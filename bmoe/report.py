@@ -93,6 +93,8 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "stall_s": result.decode.stall_ns / 1e9 / engine.config.threads,
         "plan_s": result.decode.plan_ns / 1e9,
         "expert_matmul_s": result.decode.moe_ns / 1e9,
+        "disk_s": result.decode.disk_ns / 1e9,
+        "lane_cpu_s": result.decode.lane_cpu_ns / 1e9,
         "major_faults": result.major_faults,
         "peak_rss_bytes": memory.peak_rss,
         "rss_bytes": memory.rss,

@@ -6,9 +6,9 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-_STAGES = {"dense": "reading dense weights", "cache": "allocating the cache", "prefill": "prefill"}
+_STAGES = {"dense": "reading dense weights", "prefill": "prefill"}
 
 
 class ProgressView:
@@ -24,7 +24,7 @@ class ProgressView:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(binary_units=True),
+                TextColumn("{task.fields[amount]}"),
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,
@@ -37,8 +37,9 @@ class ProgressView:
         if self._progress is None or whole <= 0:
             return
         if stage not in self._bars:
-            self._bars[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=whole)
-        self._progress.update(self._bars[stage], completed=done, total=whole)
+            self._bars[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=whole, amount="")
+        amount = f"{done}/{whole} tokens" if stage == "prefill" else f"{done >> 20}/{whole >> 20} MiB"
+        self._progress.update(self._bars[stage], completed=done, total=whole, amount=amount)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

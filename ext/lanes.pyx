@@ -82,7 +82,7 @@ cdef int64_t _read_loop(int fd, char *dst, int64_t length, int64_t need, int64_t
 
 cdef void _do_read(Pool *p, Read *r) noexcept nogil:
     cdef File *f = &p.files[r.file]
-    cdef int64_t got = 0, t0 = bm_now_ns()
+    cdef int64_t got = 0, t0 = bm_now_ns(), c0 = bm_thread_cpu_ns()
     cdef int code = 0, fd = f.direct if f.use_direct else -1
     cdef bint whole = False
     if p.sabotage == 3:
@@ -111,11 +111,17 @@ cdef void _do_read(Pool *p, Read *r) noexcept nogil:
     bm_add64(&p.n_reads, 1)
     bm_add64(&p.bytes, got)
     bm_add64(&p.busy_ns, bm_now_ns() - t0)
+    bm_add64(&p.cpu_ns, bm_thread_cpu_ns() - c0)
 
 
 cdef inline void _finish(Pool *p, Read *r) noexcept nogil:
     bm_add(r.pending, -1)
-    bm_add(&p.in_flight, -1)
+    if bm_add(&p.in_flight, -1) == 1:
+        pthread_mutex_lock(&p.lock)
+        if p.active_since and bm_load(&p.in_flight) == 0:
+            p.active_ns += bm_now_ns() - p.active_since
+            p.active_since = 0
+        pthread_mutex_unlock(&p.lock)
     bm_add(&p.done_seq, 1)
     if bm_load(&p.sleepers) > 0:
         bm_futex_wake_all(&p.done_seq)
@@ -148,8 +154,9 @@ cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil:
     cdef Read *bigger
     if n <= 0:
         return
-    bm_add(&p.in_flight, n)
     pthread_mutex_lock(&p.lock)
+    if bm_add(&p.in_flight, n) == 0 and not p.active_since:
+        p.active_since = bm_now_ns()
     while <int>(p.tail - p.head) + n > p.capacity:
         bigger = <Read *>malloc(sizeof(Read) * 2 * p.capacity)
         old = <int>(p.tail - p.head)
@@ -318,9 +325,13 @@ cdef class Lanes:
         self.pool.sabotage = mode
 
     def counters(self):
-        """`(reads, bytes, busy_s, fallbacks)` since the start; bytes include alignment."""
-        return (bm_load64(&self.pool.n_reads), bm_load64(&self.pool.bytes),
-                bm_load64(&self.pool.busy_ns) * 1e-9, bm_load64(&self.pool.n_fallback))
+        """`(bytes, busy_ns, cpu_ns, active_ns)` since the start.
+
+        Bytes moved, alignment included; time of lanes inside reads and CPU of it, summed over lanes; wall time
+        with at least one read queued or under way (complete once the lanes are idle).
+        """
+        cdef Pool *p = &self.pool
+        return bm_load64(&p.bytes), bm_load64(&p.busy_ns), bm_load64(&p.cpu_ns), bm_load64(&p.active_ns)
 
     def close(self):
         """Finishes what is queued, joins the threads and closes the files. May be called twice."""

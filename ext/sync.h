@@ -30,6 +30,12 @@ static inline int64_t bm_now_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+static inline int64_t bm_thread_cpu_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
 /* Sleeps while *p == v; may return early. */
 static inline void bm_futex_wait(int *p, int v) {
     syscall(SYS_futex, p, FUTEX_WAIT_PRIVATE, v, (void *)0, (void *)0, 0);

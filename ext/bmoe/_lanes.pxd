@@ -17,6 +17,7 @@ cdef extern from "sync.h" nogil:
     int64_t bm_load64(const int64_t *p)
     void bm_pause()
     int64_t bm_now_ns()
+    int64_t bm_thread_cpu_ns()
     void bm_futex_wait(int *p, int v)
     void bm_futex_wake_all(int *p)
     void bm_spin_lock(int *p)
@@ -68,6 +69,9 @@ cdef struct Pool:
     int64_t n_reads
     int64_t bytes     # bytes moved from the file, alignment included
     int64_t busy_ns   # summed over lanes
+    int64_t cpu_ns    # CPU of lanes inside reads
+    int64_t active_ns # wall time with at least one read queued or under way
+    int64_t active_since
     int64_t n_fallback  # reads redone without O_DIRECT
     # Fault injection for tests: 0 none, 1 says done before the read, 2 flips a byte, 3 fails
     int sabotage
