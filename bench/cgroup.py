@@ -13,7 +13,7 @@ _V2 = Path("/sys/fs/cgroup")
 
 
 def can_cap() -> str:
-    """"" where a memory cgroup can be made here, else why not."""
+    """ "" where a memory cgroup can be made here, else why not."""
     if os.geteuid() != 0:
         return "not root: memory cannot be capped"
     if os.access(_V1 / "memory.limit_in_bytes", os.R_OK) and os.access(_V1, os.W_OK):

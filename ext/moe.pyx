@@ -395,7 +395,7 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
     cdef int *n_chunks
     cdef int *left
     cdef int seq, x, c, r
-    cdef bint progress, remaining
+    cdef bint progress, unread
     cdef int64_t t0 = bm_now_ns(), t
     if p.first and ith == 0:
         _make_plan(m, p, dst)
@@ -409,12 +409,12 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
     while True:
         seq = bm_load(&m.pool.done_seq)
         progress = False
-        remaining = False
+        unread = False
         for x in range(m.n_x):
             if bm_load(&next_chunk[x]) >= n_chunks[x]:
                 continue
-            remaining = True
             if not _ready(m, p, x):
+                unread = True
                 continue
             while not bm_load(&m.pool.failed):
                 c = bm_add(&next_chunk[x], 1)
@@ -429,7 +429,8 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
                     m.n_ring_free += 1
                     bm_spin_unlock(&m.issue_lock)
                     _issue(m)
-        if not remaining or bm_load(&m.pool.failed):
+        # An expert that was ready but whose last chunk another thread took is nothing to wait for.
+        if not unread or bm_load(&m.pool.failed):
             break
         if not progress:
             t = bm_now_ns()
