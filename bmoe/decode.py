@@ -74,10 +74,13 @@ class Generation:
             result.prefill, result.prefill_s = mark - zero, time.perf_counter() - started
             asked, decode_s = started, 0.0
             for index in range(max_tokens):
-                token = chain.sample(context) if chain else int(np.argmax(context.logits()))
-                end = llama.is_end(model, token)
+                if chain:
+                    token = chain.sample(context)
+                    end, raw = llama.is_end(model, token), llama.piece(model, token)
+                else:
+                    token, end, raw = context.greedy()
                 result.token_ids.append(token)
-                piece = "" if end and stop_at_end else text.decode(llama.piece(model, token))
+                piece = "" if end and stop_at_end else text.decode(raw)
                 result.text += piece
                 now = time.perf_counter()
                 if index == 0:

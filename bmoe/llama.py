@@ -26,9 +26,9 @@ from .errors import AbiError, BmoeError, ModelError
 PINNED = "0.3.36"
 """The llama-cpp-python release whose ggml layout ext/ggml_abi.h describes."""
 
-# The low-level bindings: llama_cpp.llama_cpp, and a second handle on the same library for gguf.
+# The low-level bindings: llama_cpp.llama_cpp, and a second handle on the same library for what they leave out.
 C: Any = None
-_gguf: Any = None
+_lib: Any = None
 
 _lock = threading.Lock()
 _log_lock = threading.RLock()
@@ -39,7 +39,7 @@ def check(installed: str | None = None) -> None:
 
     `installed` overrides the version found (for tests). Raises AbiError with one line that says what to install.
     """
-    global C, _gguf
+    global C, _lib
     with _lock:
         if C is not None and installed is None:
             return
@@ -60,7 +60,7 @@ def check(installed: str | None = None) -> None:
         path = os.path.realpath(bindings._lib._name)
         _ggml.connect(os.fsencode(path))
         _ggml.check_abi()
-        _gguf = _bind_gguf(path)
+        _lib = _bind(path)
         bindings.llama_backend_init()
         _quiet()
         C = bindings
@@ -70,10 +70,13 @@ class _GgufInitParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p))]
 
 
-def _bind_gguf(path: str) -> ctypes.CDLL:
+def _bind(path: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(path)
     p, s, i, n = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {
+        # Two calls of every decoded token, with cheaper signatures than the bindings have.
+        "llama_get_logits_ith": (p, [p, ctypes.c_int32]),
+        "llama_token_to_piece": (ctypes.c_int32, [p, ctypes.c_int32, p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool]),
         "gguf_init_from_file": (p, [s, _GgufInitParams]),
         "gguf_init_empty": (p, []),
         "gguf_free": (None, [p]),
@@ -185,7 +188,7 @@ class GgufHeader:
         self.path = path
         self._ggml = ctypes.c_void_p()
         with captured_log() as log:
-            self._ctx = _gguf.gguf_init_from_file(os.fsencode(path), _GgufInitParams(True, ctypes.pointer(self._ggml)))
+            self._ctx = _lib.gguf_init_from_file(os.fsencode(path), _GgufInitParams(True, ctypes.pointer(self._ggml)))
         if not self._ctx:
             raise ModelError(f"{path}: damaged or truncated GGUF header: {_reason(log)}")
 
@@ -194,18 +197,18 @@ class GgufHeader:
 
     def __exit__(self, *exc: object) -> None:
         if self._ctx:
-            _gguf.gguf_free(self._ctx)
-            _gguf.ggml_free(self._ggml)
+            _lib.gguf_free(self._ctx)
+            _lib.ggml_free(self._ggml)
             self._ctx = None
 
     @property
     def data_offset(self) -> int:
         """Bytes before the data section."""
-        return int(_gguf.gguf_get_data_offset(self._ctx))
+        return int(_lib.gguf_get_data_offset(self._ctx))
 
     def tensors(self) -> list[GgufTensor]:
         """The directory, in file order."""
-        g, ctx = _gguf, self._ctx
+        g, ctx = _lib, self._ctx
         return [
             GgufTensor(
                 g.gguf_get_tensor_name(ctx, i).decode(),
@@ -219,7 +222,7 @@ class GgufHeader:
 
     def scalars(self) -> dict[str, Value]:
         """Every key whose value is a number, a boolean or a string."""
-        g, ctx = _gguf, self._ctx
+        g, ctx = _lib, self._ctx
         found: dict[str, Value] = {}
         for i in range(g.gguf_get_n_kv(ctx)):
             kind = g.gguf_get_kv_type(ctx, i)
@@ -232,7 +235,7 @@ class GgufHeader:
 
     def merged_with(self, others: list[GgufHeader]) -> bytes:
         """The header of one file that holds the tensors of this shard and then of `others`, without split keys."""
-        g = _gguf
+        g = _lib
         whole = g.gguf_init_empty()
         try:
             g.gguf_set_kv(whole, self._ctx)
@@ -378,6 +381,10 @@ class Context:
         self.n_ctx = int(C.llama_n_ctx(self.handle))
         self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
         self._memory = C.llama_get_memory(self.handle)
+        self._address = int(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
+        self._vocab_address = int(ctypes.cast(model.vocab, ctypes.c_void_p).value or 0)
+        self._logits_at = 0
+        self._logits: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
     @staticmethod
     def _sizes(log: list[str]) -> BufferSizes:
@@ -400,8 +407,16 @@ class Context:
 
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits of the last decoded token, float32 [n_vocab]: a view, valid until the next decode."""
-        pointer = C.llama_get_logits_ith(self.handle, -1)
-        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+        address = _lib.llama_get_logits_ith(self.handle, -1)
+        if address != self._logits_at:  # the buffer stays where it is: one view serves every step
+            floats = (ctypes.c_float * self.n_vocab).from_address(address)
+            self._logits_at, self._logits = address, np.ctypeslib.as_array(floats)
+        return self._logits
+
+    def greedy(self) -> tuple[int, bool, bytes]:
+        """The likeliest token after the last decoded one: its id, whether it ends a generation, its bytes."""
+        token, end, text = _ggml.greedy_token(self._address, self._vocab_address, self.n_vocab)
+        return token, end, piece(self.model, token) if text is None else text
 
     def truncate(self, n: int) -> bool:
         """Keeps the first `n` tokens of the sequence. False where this kind of memory cannot."""
@@ -441,12 +456,17 @@ def tokenize(model: Model, text: str, *, special: bool = True) -> list[int]:
 
 def piece(model: Model, token: int, *, special: bool = False) -> bytes:
     """The bytes of one token; may end inside a character."""
-    buffer = ctypes.create_string_buffer(64)
-    n = C.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, special)
-    if n < 0:
-        buffer = ctypes.create_string_buffer(-n)
-        n = C.llama_token_to_piece(model.vocab, token, buffer, len(buffer), 0, special)
-    return buffer.raw[: max(0, n)]
+    with _piece_lock:
+        n = _lib.llama_token_to_piece(model.vocab, token, _piece, len(_piece), 0, special)
+        if n >= 0:
+            return _piece.raw[:n]
+    longer = ctypes.create_string_buffer(-n)
+    n = _lib.llama_token_to_piece(model.vocab, token, longer, len(longer), 0, special)
+    return longer.raw[: max(0, n)]
+
+
+_piece = ctypes.create_string_buffer(256)
+_piece_lock = threading.Lock()
 
 
 def special_text(model: Model, name: str) -> str:
