@@ -13,11 +13,13 @@ from . import __version__, chat, demo, report
 from .config import (
     DEFAULT_CONTEXT,
     DEFAULT_LANES,
+    DEFAULT_SNAPSHOTS,
     DEFAULT_UBATCH,
     MAX_LANES,
     EngineConfig,
     Sampling,
 )
+from .drafting import add_draft_flags, spec_from_args
 from .engine import Engine
 from .errors import BmoeError, UsageError
 from .sizing import DEFAULT_FLOOR_MB
@@ -94,6 +96,16 @@ def build_parser() -> argparse.ArgumentParser:
         help="how non-expert weights are kept (anon: a copy in memory)",
     )  # fmt: skip
 
+    g = p.add_argument_group("drafting (off by default; needs greedy decoding)")
+    add_draft_flags(g)
+    g.add_argument(
+        "--rs-snapshots",
+        type=int,
+        default=DEFAULT_SNAPSHOTS,
+        metavar="N",
+        help=f"recurrent models: longest draft that can be taken back ({DEFAULT_SNAPSHOTS})",
+    )
+
     g = p.add_argument_group("reports")
     g.add_argument("--metrics-json", type=Path, metavar="PATH", help="write the run's metrics as one JSON object")
     g.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
@@ -137,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
         "ctx": args.ctx_size,
         "ubatch": args.ubatch,
         "n_expert_used": args.n_expert_used,
+        "draft": spec_from_args(args),
+        "rs_snapshots": args.rs_snapshots,
     }
     EngineConfig(**settings)  # before a large file is touched
     say = _silent if args.quiet else _say

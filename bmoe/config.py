@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import psutil
 
+from .drafting import DraftSpec
 from .errors import UsageError
 from .sizing import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
 from .weights import DENSE_MODES, DenseMode
@@ -15,6 +16,8 @@ MAX_LANES = 16
 DEFAULT_LANES = 4
 DEFAULT_CONTEXT = 4096
 DEFAULT_UBATCH = 512
+DEFAULT_SNAPSHOTS = 8
+"""Recurrent-state snapshots kept for rollback: each is as large as the state itself."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class EngineConfig:
     ctx: int = 0
     ubatch: int = DEFAULT_UBATCH
     n_expert_used: int | None = None
+    draft: DraftSpec = field(default_factory=DraftSpec)
+    rs_snapshots: int = DEFAULT_SNAPSHOTS
 
     def __post_init__(self) -> None:
         if not 1 <= self.io_threads <= MAX_LANES:
@@ -50,6 +55,8 @@ class EngineConfig:
             raise UsageError(f"--n-expert-used: {self.n_expert_used} is out of range, give 1 or more")
         if self.dense_weights not in DENSE_MODES:
             raise UsageError(f"--dense-weights: {self.dense_weights!r} is none of {', '.join(DENSE_MODES)}")
+        if not 0 <= self.rs_snapshots <= 1024:
+            raise UsageError(f"--rs-snapshots: {self.rs_snapshots} is out of range, give 0 to 1024")
         self.cache_request()
 
     def cache_request(self) -> CacheRequest:

@@ -1,4 +1,4 @@
-"""The decode loop: prefill, then one token after the other, until a limit, an end token or a stop request."""
+"""A generation: prefill, then verify steps until a limit, an end token or a stop request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from . import llama, osmem
 from .config import Sampling
-from .errors import BmoeError, UsageError
-from .metrics import GenerationResult, Token
+from .errors import BmoeError, ReadError, UsageError
+from .metrics import GenerationResult, StreamCounters, Token
+from .speculation import Choice, verify_steps
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+IntArray = npt.NDArray[np.int32]
 
 
 class Generation:
@@ -38,9 +42,14 @@ class Generation:
         bad = next((t for t in ids if not 0 <= t < engine.context.n_vocab), None)
         if bad is not None:
             raise UsageError(f"token id {bad} is not in the vocabulary of {engine.context.n_vocab}")
+        if not sampling.greedy and engine.drafter.name != "none":
+            raise UsageError(f"--temp {sampling.temp}: speculation needs greedy decoding; drop --temp or --spec-type")
         self.result = GenerationResult(prompt_tokens=len(ids))
+        self.result.spec.type = engine.drafter.name
         self.running = True
         self._engine = engine
+        self._chain: llama.SamplerChain | None = None
+        self._width = 0
         self._steps = self._run(ids, max_tokens, sampling, stop_at_end)
 
     def __iter__(self) -> Iterator[Token]:
@@ -58,61 +67,119 @@ class Generation:
         self, ids: list[int], max_tokens: int, sampling: Sampling, stop_at_end: bool
     ) -> Generator[Token, None, None]:
         engine, result = self._engine, self.result
-        context, model = engine.context, engine.model
         started, faults = time.perf_counter(), osmem.major_faults()
         zero = engine.counters()
-        chain = (
+        self._chain = (
             None
             if sampling.greedy
             else llama.SamplerChain(sampling.temp, sampling.top_k, sampling.top_p, sampling.seed)
         )
         text = codecs.getincrementaldecoder("utf-8")("replace")
+        asked, index = started, 0
+
+        def emit(choice: Choice, decode_s: float, mark: StreamCounters) -> Token:
+            """The token of one choice, its text decoded, its cost what has passed since the one before."""
+            nonlocal asked, index
+            result.token_ids.append(choice.id)
+            piece = "" if choice.end and stop_at_end else text.decode(choice.text)
+            result.text += piece
+            now = time.perf_counter()
+            token = Token(index, choice.id, piece, now - asked, decode_s, engine.counters() - mark)
+            index += 1
+            return token
+
         try:
+            engine.drafter.begin(np.array(ids, np.int32))
             result.reused_tokens = self._keep_prefix(ids)
             self._prefill(ids, result.reused_tokens)
             mark = engine.counters()
             result.prefill, result.prefill_s = mark - zero, time.perf_counter() - started
-            asked, decode_s = started, 0.0
-            for index in range(max_tokens):
-                if chain:
-                    token = chain.sample(context)
-                    end, raw = llama.is_end(model, token), llama.piece(model, token)
-                else:
-                    token, end, raw = context.greedy()
-                result.token_ids.append(token)
-                piece = "" if end and stop_at_end else text.decode(raw)
-                result.text += piece
-                now = time.perf_counter()
-                if index == 0:
-                    result.ttft_s = now - started
-                counters = engine.counters()
-                yield Token(index, token, piece, now - asked, decode_s, counters - mark)
-                mark, asked = counters, time.perf_counter()
-                if end and stop_at_end:
-                    result.stop = "end"
-                    break
-                if index + 1 == max_tokens or len(engine.cached_ids) >= context.n_ctx:
-                    result.stop = "length"
-                    break
-                t0 = time.perf_counter()
-                self._decode(np.array([token], np.int32))
-                decode_s = time.perf_counter() - t0
-                result.decode_s += decode_s
+            if max_tokens == 0:
+                result.stop = "length"
+                return
+            first = self._choose()
+            result.ttft_s = time.perf_counter() - started
+            yield emit(first, 0.0, mark)
+            asked = time.perf_counter()
+            if first.end and stop_at_end:
+                result.stop = "end"
+                return
+            steps = verify_steps(self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft)
+            for step in steps:
+                result.spec.count(step)
+                result.decode_s += step.decode_s
                 result.decode_steps += 1
-            result.stop = result.stop or "length"
+                self._charge(step.accepted)
+                for i, choice in enumerate(step.confirmed):
+                    # A group's whole cost sits on its first token.
+                    token = emit(choice, step.decode_s if i == 0 else 0.0, mark)
+                    mark = engine.counters()
+                    yield token
+                    asked = time.perf_counter()
+                    if choice.end and stop_at_end:
+                        result.stop = "end"
+                        return
+            result.stop = "length"
         except _Stopped:
             result.stop = "cancelled"
         except KeyboardInterrupt:
             result.stop = "interrupted"
             raise
         finally:
-            if chain:
-                chain.close()
+            if self._chain:
+                self._chain.close()
+            self._charge(0)
             result.text += text.decode(b"", final=True)
             result.decode = engine.counters() - zero - result.prefill
             result.total_s = time.perf_counter() - started
             result.major_faults = osmem.major_faults() - faults
             self.running = False
+
+    # ---- the target that `verify_steps` drives ----------------------------------------------------
+
+    def room(self) -> int:
+        """Positions that the context still has."""
+        return self._engine.context.n_ctx - len(self._engine.cached_ids)
+
+    def decode(self, tokens: IntArray) -> list[Choice]:
+        """Appends the confirmed token and its drafts; what the model chooses after each of them."""
+        if len(tokens) == 1:
+            self._decode(tokens)
+            return [self._choose()]
+        self._decode(tokens, each=True)
+        return [Choice(*self._engine.context.greedy(i)) for i in range(len(tokens))]
+
+    def drop(self, n: int) -> None:
+        """Takes the rejected tail back; where this kind of memory refuses, decodes the rest of the sequence again."""
+        engine, result = self._engine, self.result
+        kept = engine.cached_ids[:-n]
+        if engine.context.truncate(len(kept)):
+            del engine.cached_ids[-n:]
+            return
+        started, before = time.perf_counter(), engine.counters().bytes
+        self._charge(0)
+        if not result.spec.recoveries:
+            engine.notes.append("this model's memory cannot take rejected drafts back: the sequence is decoded again")
+        engine.context.clear()
+        engine.cached_ids.clear()
+        self._prefill(kept, 0, cause="recovery")
+        result.spec.recoveries += 1
+        result.spec.recovery_s += time.perf_counter() - started
+        result.spec.recovery_bytes += engine.counters().bytes - before
+
+    def _choose(self) -> Choice:
+        """The next token after the last decoded one."""
+        context, model = self._engine.context, self._engine.model
+        if self._chain is None:
+            return Choice(*context.greedy())
+        token = self._chain.sample(context)
+        return Choice(token, llama.is_end(model, token), llama.piece(model, token))
+
+    def _charge(self, accepted: int) -> None:
+        """Charges what the last batch has read, by position, to its causes."""
+        if self._width and self._engine.streamer is not None:
+            self.result.flash_split.charge_batch(*self._engine.streamer.take_positions(self._width), accepted)
+        self._width = 0
 
     def _keep_prefix(self, ids: list[int]) -> int:
         """Drops what the sequence does not share with `ids`; how many tokens stay."""
@@ -128,22 +195,31 @@ class Generation:
             del old[same:]
         return same
 
-    def _prefill(self, ids: list[int], done: int) -> None:
-        step = min(self._engine.config.ubatch, self._engine.context.n_ctx)
+    def _prefill(self, ids: list[int], done: int, cause: str = "prefill") -> None:
+        engine = self._engine
+        step = min(engine.config.ubatch, engine.context.n_ctx)
         whole = len(ids) - done
         for at in range(done, len(ids), step):
-            self._engine.report_progress("prefill", at - done, whole)
-            self._decode(np.array(ids[at : at + step], np.int32))
-        self._engine.report_progress("prefill", whole, whole)
+            engine.report_progress("prefill", at - done, whole)
+            try:
+                self._decode(np.array(ids[at : at + step], np.int32))
+            finally:
+                self._width = 0
+                if engine.streamer is not None:
+                    total, again = engine.streamer.take_positions(1)
+                    self.result.flash_split.charge(cause, total[0], again[0])
+        engine.report_progress("prefill", whole, whole)
 
-    def _decode(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def _decode(self, tokens: IntArray, each: bool = False) -> None:
         """Appends tokens to the sequence, or leaves it as it was and says why not."""
         engine = self._engine
         if engine.cancelled:
             raise _Stopped
-        code = engine.context.decode(tokens)
+        self._width = len(tokens)
+        context = engine.context
+        code = context.decode_each(tokens, len(engine.cached_ids)) if each else context.decode(tokens)
         if code == 0:
-            engine.cached_ids.extend(int(t) for t in tokens)
+            engine.cached_ids.extend(tokens.tolist())
             return
         self._recover()
         if engine.streamer is not None:
@@ -151,14 +227,12 @@ class Generation:
             failure = engine.lanes.failure()
             engine.streamer.reset(failure is not None)
             if failure is not None:
-                try:
-                    engine.lanes.raise_failure()
-                finally:
-                    engine.lanes.clear_failure()
+                engine.lanes.clear_failure()
+                raise ReadError(failure)
             if interrupt is not None:
                 raise interrupt
-            if code == llama.ABORTED or engine.cancelled:
-                raise _Stopped
+        if code == llama.ABORTED or engine.cancelled:
+            raise _Stopped
         if code == 1:
             raise BmoeError(f"the context of {engine.context.n_ctx} tokens is full: use a larger -c")
         raise BmoeError(f"llama.cpp's decode failed with code {code}")
@@ -166,7 +240,8 @@ class Generation:
     def _recover(self) -> None:
         """Takes back what a stopped batch has put into the sequence."""
         engine = self._engine
-        if not engine.context.truncate(len(engine.cached_ids)):
+        # A recurrent state may have moved on in the middle of the batch: no snapshot of it can be trusted.
+        if engine.context.recurrent or not engine.context.truncate(len(engine.cached_ids)):
             engine.context.clear()
             engine.cached_ids.clear()
 

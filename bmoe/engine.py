@@ -15,6 +15,7 @@ from typing import Any
 from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots
 from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
 from .decode import Generation
+from .drafting import make_drafter
 from .errors import BmoeError, ModelError, UsageError
 from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .metrics import StreamCounters
@@ -115,16 +116,23 @@ class Engine:
         n_train = file.number("context_length", DEFAULT_CONTEXT)
         n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
         hook = self.streamer
+        n_ubatch = min(config.ubatch, n_ctx)
+        longest = min(config.draft.longest(), n_ubatch - 1)
         self.context = llama.Context(
             model,
             n_ctx=n_ctx,
-            n_ubatch=min(config.ubatch, n_ctx),
+            n_ubatch=n_ubatch,
+            n_outputs=longest + 1,
+            n_snapshots=min(longest, config.rs_snapshots),
             n_threads=n_threads,
             eval_callback=hook.callback if hook else 0,
             abort_callback=hook.abort_callback if hook else 0,
             userdata=hook.userdata if hook else 0,
         )
         stack.callback(self.context.close)
+        # A recurrent state goes back only as far as its snapshots.
+        self.widest_draft = min(longest, self.context.n_snapshots) if self.context.recurrent else longest
+        self.drafter = make_drafter(config.draft)
         self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.number("expert_used_count")
         self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx)
         self.cache: _cache.ExpertCache | None = None

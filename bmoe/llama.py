@@ -351,6 +351,7 @@ class Context:
         n_ubatch: int,
         n_threads: int,
         n_outputs: int = 1,
+        n_snapshots: int = 0,
         eval_callback: int = 0,
         abort_callback: int = 0,
         userdata: int = 0,
@@ -362,6 +363,7 @@ class Context:
         params.n_seq_max = 1
         # Logits are wanted for few rows; the default reserves vocabulary x batch floats.
         params.n_outputs_max = n_outputs
+        params.n_rs_seq = n_snapshots
         params.n_threads = n_threads
         params.n_threads_batch = n_threads
         params.offload_kqv = False
@@ -381,6 +383,9 @@ class Context:
         self.n_ctx = int(C.llama_n_ctx(self.handle))
         self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
         self._memory = C.llama_get_memory(self.handle)
+        self.recurrent = bool(C.llama_model_is_recurrent(model.handle) or C.llama_model_is_hybrid(model.handle))
+        self.n_snapshots = int(C.llama_n_rs_seq(self.handle))
+        self._batch = C.llama_batch_init(n_outputs, 0, 1)
         self._address = int(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
         self._vocab_address = int(ctypes.cast(model.vocab, ctypes.c_void_p).value or 0)
         self._logits_at = 0
@@ -405,6 +410,18 @@ class Context:
         batch = C.llama_batch_get_one(tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return int(C.llama_decode(self.handle, batch))
 
+    def decode_each(self, tokens: npt.NDArray[np.int32], position: int) -> int:
+        """As `decode`, at `position` (how many tokens the sequence holds), with logits of every token kept."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = int(token)
+            batch.pos[i] = position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = 1
+        return int(C.llama_decode(self.handle, batch))
+
     def logits(self) -> npt.NDArray[np.float32]:
         """Logits of the last decoded token, float32 [n_vocab]: a view, valid until the next decode."""
         address = _lib.llama_get_logits_ith(self.handle, -1)
@@ -413,9 +430,12 @@ class Context:
             self._logits_at, self._logits = address, np.ctypeslib.as_array(floats)
         return self._logits
 
-    def greedy(self) -> tuple[int, bool, bytes]:
-        """The likeliest token after the last decoded one: its id, whether it ends a generation, its bytes."""
-        token, end, text = _ggml.greedy_token(self._address, self._vocab_address, self.n_vocab)
+    def greedy(self, row: int = -1) -> tuple[int, bool, bytes]:
+        """The likeliest token after the last decoded one: its id, whether it ends a generation, its bytes.
+
+        `row`: after the token at that place of the batch instead, where its logits were kept.
+        """
+        token, end, text = _ggml.greedy_token(self._address, self._vocab_address, self.n_vocab, row)
         return token, end, piece(self.model, token) if text is None else text
 
     def truncate(self, n: int) -> bool:
@@ -432,6 +452,7 @@ class Context:
 
     def close(self) -> None:
         if self.handle is not None:
+            C.llama_batch_free(self._batch)
             C.llama_free(self.handle)
             self.handle = None
 

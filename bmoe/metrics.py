@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from .speculation import FlashSplit, SpecResult
+
 
 @dataclass(frozen=True)
 class StreamCounters:
@@ -78,6 +80,8 @@ class GenerationResult:
     major_faults: int = 0
     prefill: StreamCounters = field(default_factory=StreamCounters)
     decode: StreamCounters = field(default_factory=StreamCounters)
+    spec: SpecResult = field(default_factory=SpecResult)
+    flash_split: FlashSplit = field(default_factory=FlashSplit)
 
     @property
     def prefill_tokens(self) -> int:
@@ -91,13 +95,18 @@ class GenerationResult:
     @property
     def decode_tok_s(self) -> float | None:
         """Tokens per second of model time; the first token is prefill's."""
-        return self.decode_steps / self.decode_s if self.decode_s else None
+        return self.decoded / self.decode_s if self.decode_s else None
+
+    @property
+    def decoded(self) -> int:
+        """Tokens after the first."""
+        return max(0, len(self.token_ids) - 1)
 
     @property
     def effective_tok_s(self) -> float | None:
         """Tokens per second of wall time after the first token, everything included."""
         after = self.total_s - self.ttft_s
-        return self.decode_steps / after if self.decode_steps and after > 0 else None
+        return self.decoded / after if self.decoded and after > 0 else None
 
 
 def expert_summary(counters: StreamCounters, steps: int, budget: int, resident: int) -> dict[str, Any]:

@@ -27,11 +27,13 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
         f"memory: {result.major_faults} major faults, "
         f"{osmem.read_process_memory().peak_rss / MiB:.0f} MiB resident at most",
     ]
+    lines += spec_lines(result)
     if engine.cache is None:
         return lines
     decode, steps = result.decode, result.decode_steps
-    per_token = f"{decode.bytes / MiB / steps:.1f} MiB/token" if steps else "no decode step"
+    per_token = f"{decode.bytes / MiB / result.decoded:.1f} MiB/token" if steps else "no decode step"
     lines.append(f"moe-stream: {(result.prefill.bytes + decode.bytes) / MiB:.0f} MiB read, {per_token}")
+    lines.append(split_line(result))
     rate = decode.hit_rate
     lines.append(
         f"moe-cache: {'-' if rate is None else f'{100 * rate:.1f} %'} hit in decode, {engine.cache.n_resident} of "
@@ -40,6 +42,41 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     if steps and result.decode_s:
         lines.append(_time_line(engine, decode, result))
     return lines
+
+
+def spec_lines(result: GenerationResult) -> list[str]:
+    """What speculation did: acceptance, drafting cost, coverage; nothing without speculation."""
+    spec = result.spec
+    if spec.type == "none":
+        return []
+    share = "-" if spec.acceptance is None else f"{100 * spec.acceptance:.1f} %"
+    name, per_decode = spec.type, spec.tokens_per_decode
+    lines = [
+        f"{name}: {spec.accepted}/{spec.drafted} drafts accepted ({share}), "
+        f"{'-' if per_decode is None else f'{per_decode:.2f}'} tokens per verify decode "
+        f"({spec.decodes} decodes for {spec.confirmed} tokens)",
+        f"{name}: drafting costs {spec.draft_s / max(1, spec.confirmed):.6f} s/token on top of decode -> "
+        f"{_rate(result.effective_tok_s)} effective (vs {_rate(result.decode_tok_s)} reported)",
+        f"{name}: drafted on {spec.drafted_steps} of {spec.decodes} steps "
+        f"({100 * spec.drafted_steps / max(1, spec.decodes):.1f} %); the rest decoded plainly",
+    ]
+    if spec.recoveries:
+        lines.append(
+            f"{name}: {spec.recoveries} rejected tails could not be taken back: {spec.recovery_s:.2f} s and "
+            f"{spec.recovery_bytes / MiB:.1f} MiB to decode again"
+        )
+    return lines
+
+
+def split_line(result: GenerationResult) -> str:
+    """Bytes read from disk by cause, and the share of them that the cache had held before."""
+    split = result.flash_split
+    parts = [f"{cause.replace('_', ' ')} {n / MiB:.1f}" for cause, n in split.bytes.items() if n]
+    again = sum(split.rereads.values())
+    return (
+        f"flash split: of {split.total / MiB:.1f} MiB streamed: {', '.join(parts) or 'nothing'}; "
+        f"{again / MiB:.1f} of it had been in the cache before"
+    )
 
 
 def _time_line(engine: Engine, decode: StreamCounters, result: GenerationResult) -> str:
@@ -98,8 +135,12 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "major_faults": result.major_faults,
         "peak_rss_bytes": memory.peak_rss,
         "rss_bytes": memory.rss,
-        "expert": expert_summary(result.decode, result.decode_steps, budget, resident),
+        "spec": {**result.spec.as_dict(), "effective_tok_s": result.effective_tok_s},
+        "flash_split": result.flash_split.as_dict(),
+        "flash_split_rereads": dict(result.flash_split.rereads),
+        "expert": expert_summary(result.decode, result.decoded, budget, resident),
         "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident)},
+        "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,
             "kv_bytes": engine.context.buffers.kv,

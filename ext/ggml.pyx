@@ -206,13 +206,13 @@ def type_info(int ggml_type):
     return _g.type_name(ggml_type).decode(), _g.blck_size(ggml_type), _g.type_size(ggml_type)
 
 
-def greedy_token(uintptr_t context, uintptr_t vocab, int n_vocab):
-    """The likeliest next token after the last decoded one: `(id, ends a generation, its bytes)`.
+def greedy_token(uintptr_t context, uintptr_t vocab, int n_vocab, int row=-1):
+    """The likeliest token after place `row` of the batch (-1: the last): `(id, ends a generation, its bytes)`.
 
     `context`, `vocab`: addresses. One call where Python would need four: after a graph has run, every cache is
     cold, and each call costs tens of microseconds. Ties go to the lowest id.
     """
-    cdef const float *logits = _logits_ith(<void *>context, -1)
+    cdef const float *logits = _logits_ith(<void *>context, row)
     cdef char piece[256]
     cdef int token = bm_argmax(logits, n_vocab)
     cdef int n = _to_piece(<void *>vocab, token, piece, 256, 0, False)

@@ -66,6 +66,12 @@ cdef bint _reserve(Moe *m, bm_tensor *t) noexcept nogil:
         free(m.rows)
         m.rows = <int32_t *>malloc(sizeof(int32_t) * 2 * n_rows)
         m.n_rows_max = n_rows if m.rows != NULL else 0
+    if ids.ne[1] > m.n_positions:
+        free(m.position_bytes)
+        free(m.position_rereads)
+        m.position_bytes = <int64_t *>calloc(ids.ne[1], sizeof(int64_t))
+        m.position_rereads = <int64_t *>calloc(ids.ne[1], sizeof(int64_t))
+        m.n_positions = <int>ids.ne[1] if m.position_bytes != NULL and m.position_rereads != NULL else 0
     if need > m.q_size:
         free(m.q)
         m.q = <char *>malloc(need + 64)
@@ -76,7 +82,7 @@ cdef bint _reserve(Moe *m, bm_tensor *t) noexcept nogil:
         if one:
             m.tiled_one = one
             m.tiled = <char *>malloc(one * m.n_threads + 64)
-    return m.n_rows_max >= n_rows and m.q_size >= need
+    return m.n_rows_max >= n_rows and m.q_size >= need and m.n_positions >= ids.ne[1]
 
 
 cdef void _note(Moe *m, Part *p, bm_tensor *t) noexcept nogil:
@@ -168,7 +174,7 @@ cdef void _issue(Moe *m) noexcept nogil:
     # Queues the next reads of the layer, in the order in which the graph will want them, until one has to
     # wait for a staging area.
     cdef Read reads[BATCH]
-    cdef int n = 0, x, slot, r
+    cdef int n = 0, x, slot, r, at
     cdef Part *p
     cdef int64_t start, first
     cdef char *dst
@@ -202,6 +208,11 @@ cdef void _issue(Moe *m) noexcept nogil:
         reads[n].dst = dst
         m.bytes += p.nbytes
         m.reads += 1
+        # An expert wanted by several positions is charged to the earliest, whose row comes first.
+        at = m.rows[2 * m.x_start[x] + 1]
+        m.position_bytes[at] += p.nbytes
+        if m.x_reread[x]:
+            m.position_rereads[at] += p.nbytes
         m.issue_at += 1
         n += 1
         if n == BATCH:
@@ -279,7 +290,8 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
         if m.x_slot[x] >= 0:
             continue
         c.misses += 1
-        c.rereads += cache_seen(c, p.layer, e)
+        m.x_reread[x] = cache_seen(c, p.layer, e)
+        c.rereads += m.x_reread[x]
         s = cache_admit(c, p.layer, e, m.epoch) if x < n_keep else -1
         m.x_slot[x] = s
         if s >= 0:
@@ -490,6 +502,7 @@ cdef class Streamer:
         m.count = <int *>calloc(n, sizeof(int))
         m.fill_at = <int *>calloc(n, sizeof(int))
         m.miss = <int *>calloc(n, sizeof(int))
+        m.x_reread = <unsigned char *>calloc(n, 1)
         m.x_ring = <int *>calloc(MAX_PARTS * n, sizeof(int))
         m.next_chunk = <int *>calloc(MAX_PARTS * n, sizeof(int))
         m.left_chunks = <int *>calloc(MAX_PARTS * n, sizeof(int))
@@ -569,6 +582,21 @@ cdef class Streamer:
         return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
                 m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
 
+    def take_positions(self, int n):
+        """Bytes read since the last call, by the batch position that was the first to want them: two lists of `n`
+        numbers, all bytes and the part of experts that had been read before. Later positions count with the last.
+        """
+        cdef Moe *m = &self.m
+        cdef int i
+        total = [0] * n
+        again = [0] * n
+        for i in range(m.n_positions):
+            total[min(i, n - 1)] += m.position_bytes[i]
+            again[min(i, n - 1)] += m.position_rereads[i]
+            m.position_bytes[i] = 0
+            m.position_rereads[i] = 0
+        return total, again
+
     def corrupt(self, int byte=0):
         """Flips a byte of every filled slot: for the test that shows that the identity gate can fail."""
         cdef Moe *m = &self.m
@@ -590,7 +618,8 @@ cdef class Streamer:
                     <uintptr_t>m.x_expert, <uintptr_t>m.x_slot, <uintptr_t>m.x_start, <uintptr_t>m.x_of,
                     <uintptr_t>m.count, <uintptr_t>m.fill_at, <uintptr_t>m.rows, <uintptr_t>m.x_ring,
                     <uintptr_t>m.next_chunk, <uintptr_t>m.left_chunks, <uintptr_t>m.n_chunks,
-                    <uintptr_t>m.miss):
+                    <uintptr_t>m.miss, <uintptr_t>m.x_reread, <uintptr_t>m.position_bytes,
+                    <uintptr_t>m.position_rereads):
             free(<void *><uintptr_t>ptr)
 
     def __dealloc__(self):

@@ -99,6 +99,10 @@ cdef struct Moe:
     int64_t plan_ns
     int64_t stall_ns       # summed over compute threads
     int64_t moe_ns         # thread 0, inside expert matmuls
+    int n_positions
+    int64_t *position_bytes    # [n_positions] bytes read for the expert whose earliest row is at that position
+    int64_t *position_rereads  # of these, bytes of experts that had been read before
+    unsigned char *x_reread    # [n_x] 1: the miss had been read before
     int64_t streamed       # misses that went through the ring, not into a slot
 
 cdef class Streamer:
