@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import io
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,12 +28,13 @@ from .config import (
 from .drafting import add_draft_flags, spec_from_args
 from .engine import Engine
 from .errors import BmoeError, UsageError
-from .sizing import DEFAULT_FLOOR_MB
+from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
 from .terminal import ProgressView
 from .weights import DENSE_MODES
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+_AGAIN_S = 1.0  # a Ctrl-C this soon after another one changes nothing: the first is being served
 
 
 Say = Callable[[str], None]
@@ -80,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--cache-mb", default="auto", metavar="N|auto|0", help="memory for experts, MiB; 0 streams with no cache (auto)"
     )
     g.add_argument(
-        "--cache-floor-mb", type=int, default=DEFAULT_FLOOR_MB, metavar="N",
+        "--cache-floor-mb", type=int, metavar="N",
         help=f"auto leaves this much to the system ({DEFAULT_FLOOR_MB}, less under a small limit)",
     )  # fmt: skip
     g.add_argument("--cache-ceil-mb", type=int, metavar="N", help="auto takes no more than this")
@@ -114,31 +121,64 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 1 for a failure, 2 for usage, 130 after Ctrl-C."""
+    _prepare_streams()
+    _prepare_interrupt()
     try:
         return run(build_parser().parse_args(argv))
     except BmoeError as e:
-        print(f"bmoe: {e}", file=sys.stderr)
+        _say(f"bmoe: {_one_line(str(e))}")
         return e.exit_code
     except KeyboardInterrupt:
+        _say("bmoe: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout has gone (`| head`): not an error, and nothing is left to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+
+def _prepare_streams() -> None:
+    """Gives a closed standard stream (`<&-`) a place to go, and characters that stdout's encoding lacks a `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the process's life
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _prepare_interrupt() -> None:
+    """Makes one KeyboardInterrupt of an impatient series, so that the summary of the run is not cut off."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return  # ignored on purpose (nohup), or somebody else's
+    last = -_AGAIN_S
+
+    def interrupt(number: int, frame: object) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _AGAIN_S:
+            last = now
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _one_line(text: str) -> str:
+    """`text` with line breaks and terminal controls spelled out: names and keys of a file may hold anything."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def run(args: argparse.Namespace) -> int:
     """One generation as `args` ask for it."""
     prompt = read_prompt(args)
+    check_cache_flags(args)
     if args.metrics_json:
-        report.check_writable(args.metrics_json, "--metrics-json")
+        inputs = [f for f in (args.model, args.file) if f]
+        report.check_writable(args.metrics_json, "--metrics-json", inputs)
     if args.n_predict is not None and args.n_predict < 0:
         raise UsageError(f"--n-predict: {args.n_predict} is negative; give 0 or more tokens")
     bundled = args.model is None
     sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None)
     settings: dict[str, Any] = {
         "cache_mb": args.cache_mb,
-        "cache_floor_mb": args.cache_floor_mb,
+        "cache_floor_mb": DEFAULT_FLOOR_MB if args.cache_floor_mb is None else args.cache_floor_mb,
         "cache_ceil_mb": args.cache_ceil_mb,
         "force_cache": args.force_cache,
         "overlap": args.overlap,
@@ -177,7 +217,7 @@ def run(args: argparse.Namespace) -> int:
 def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, say: Say) -> int:
     n = 256 if args.n_predict is None else args.n_predict
     generation = engine.generate(prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos)
-    code = 0
+    result, failure, code = generation.result, "", 0
     try:
         with ProgressView(enabled=not args.quiet) as view:
             engine.set_progress(view.update)
@@ -187,29 +227,49 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
             for token in generation:
                 _write(token.text)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code, stop = INTERRUPTED, "interrupted"
+    except _OutputError as e:
+        # The reader of stdout has gone (`| head`), or its disk is full.
+        code, stop, failure = 1, "cancelled", str(e)
     finally:
         generation.close()
-    _write("\n")
-    for line in report.summary_lines(engine, generation.result):
+    result.stop = stop if code else result.stop
+    with contextlib.suppress(_OutputError):
+        _write("\n")
+    for line in report.summary_lines(engine, result):
         say(line)
     if args.metrics_json:
-        report.write_json(args.metrics_json, report.metrics(engine, generation.result, sampling))
+        report.write_json(args.metrics_json, report.metrics(engine, result, sampling))
+    if failure:
+        raise BmoeError(failure)
     return code
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads stderr (`2>&1 | head`)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _silent(line: str) -> None:
     pass
 
 
+class _OutputError(Exception):
+    """Standard output takes no more text; the message is "" where its reader has just gone."""
+
+
 def _write(text: str) -> None:
-    if text:
+    if not text:
+        return
+    try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except OSError as e:
+        # What is still buffered would fail again at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        raise _OutputError("" if e.errno == errno.EPIPE else f"standard output: {e.strerror}") from None
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -233,10 +293,24 @@ def read_prompt(args: argparse.Namespace) -> str:
         except UnicodeDecodeError:
             raise UsageError("-p -: standard input is not UTF-8 text") from None
     if args.prompt is not None:
+        try:
+            args.prompt.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UsageError("-p: the prompt is not UTF-8 text") from None
         return str(args.prompt)
     if args.model is not None:
         raise UsageError("no prompt: give -p TEXT, -p - or -f FILE")
     return demo.PROMPT
+
+
+def check_cache_flags(args: argparse.Namespace) -> None:
+    """Raises UsageError for cache flags that would be ignored."""
+    mode, _ = parse_cache_mb(args.cache_mb)
+    if args.cache_floor_mb is not None and mode != "auto":
+        raise UsageError("--cache-floor-mb goes with --cache-mb auto")
+    if mode == "off" and (args.cache_ceil_mb is not None or args.force_cache):
+        flag = "--force-cache" if args.force_cache else "--cache-ceil-mb"
+        raise UsageError(f"{flag} needs a cache: it excludes --cache-mb 0")
 
 
 def choose_sampling(args: argparse.Namespace, demo_run: bool) -> Sampling:

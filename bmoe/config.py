@@ -13,6 +13,8 @@ from .sizing import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
 from .weights import DENSE_MODES, DenseMode
 
 MAX_LANES = 16
+MAX_THREADS = 512  # ggml's own limit
+MAX_CONTEXT = 1 << 24
 DEFAULT_LANES = 4
 DEFAULT_CONTEXT = 4096
 DEFAULT_UBATCH = 512
@@ -45,12 +47,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.io_threads <= MAX_LANES:
             raise UsageError(f"--io-threads: {self.io_threads} is out of range, give 1 to {MAX_LANES}")
-        if self.threads < 0:
-            raise UsageError(f"--threads: {self.threads} is negative; give 1 or more (0: one for each core)")
-        if self.ctx < 0:
-            raise UsageError(f"--ctx-size: {self.ctx} is negative; give 1 or more (0: the model's, at most 4096)")
-        if self.ubatch < 1:
-            raise UsageError(f"--ubatch: {self.ubatch} is out of range, give 1 or more tokens")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise UsageError(
+                f"--threads: {self.threads} is out of range, give 1 to {MAX_THREADS} (0: one for each core)"
+            )
+        if not 0 <= self.ctx <= MAX_CONTEXT:
+            raise UsageError(
+                f"--ctx-size: {self.ctx} is out of range, give 1 to {MAX_CONTEXT} tokens "
+                f"(0: the model's, at most {DEFAULT_CONTEXT})"
+            )
+        if not 1 <= self.ubatch <= MAX_CONTEXT:
+            raise UsageError(f"--ubatch: {self.ubatch} is out of range, give 1 to {MAX_CONTEXT} tokens")
         if self.n_expert_used is not None and self.n_expert_used < 1:
             raise UsageError(f"--n-expert-used: {self.n_expert_used} is out of range, give 1 or more")
         if self.dense_weights not in DENSE_MODES:
@@ -87,8 +94,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0.0 <= self.temp <= 100.0:
             raise UsageError(f"--temp: {self.temp} is out of range, give 0 (greedy) to 100")
-        if self.top_k < 0:
-            raise UsageError(f"--top-k: {self.top_k} is negative; 0 keeps every token")
+        if not 0 <= self.top_k < 1 << 31:
+            raise UsageError(f"--top-k: {self.top_k} is out of range, give 1 or more (0 keeps every token)")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"--top-p: {self.top_p} is out of range, give above 0 up to 1")
         if not 0 <= self.seed < 1 << 32:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +29,15 @@ class Generation:
     KeyboardInterrupt out of the iterator, and a failed read raises ReadError; the engine stays usable.
     """
 
-    def __init__(self, engine: Engine, ids: list[int], max_tokens: int, sampling: Sampling, stop_at_end: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ids: list[int],
+        max_tokens: int,
+        sampling: Sampling,
+        stop_at_end: bool,
+        script: Sequence[int] | None = None,
+    ) -> None:
         n_ctx = engine.context.n_ctx
         if not ids:
             raise UsageError("the prompt is empty: give at least one token")
@@ -44,12 +52,16 @@ class Generation:
             raise UsageError(f"token id {bad} is not in the vocabulary of {engine.context.n_vocab}")
         if not sampling.greedy and engine.drafter.name != "none":
             raise UsageError(f"--temp {sampling.temp}: speculation needs greedy decoding; drop --temp or --spec-type")
+        if script is not None and len(script) < max_tokens:
+            raise UsageError(f"the script has {len(script)} tokens, {max_tokens} are asked for")
         self.result = GenerationResult(prompt_tokens=len(ids))
         self.result.spec.type = engine.drafter.name
         self.running = True
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
+        self._script = script
+        self._prompt_len = len(ids)
         self._steps = self._run(ids, max_tokens, sampling, stop_at_end)
 
     def __iter__(self) -> Iterator[Token]:
@@ -147,6 +159,8 @@ class Generation:
             self._decode(tokens)
             return [self._choose()]
         self._decode(tokens, each=True)
+        if self._script is not None:
+            return [self._scripted(i + 1 - len(tokens)) for i in range(len(tokens))]
         return [Choice(*self._engine.context.greedy(i)) for i in range(len(tokens))]
 
     def drop(self, n: int) -> None:
@@ -157,7 +171,7 @@ class Generation:
             del engine.cached_ids[-n:]
             return
         started, before = time.perf_counter(), engine.counters().bytes
-        self._charge(0)
+        self._charge(self._width - 1 - n)
         if not result.spec.recoveries:
             engine.notes.append("this model's memory cannot take rejected drafts back: the sequence is decoded again")
         engine.context.clear()
@@ -170,14 +184,24 @@ class Generation:
     def _choose(self) -> Choice:
         """The next token after the last decoded one."""
         context, model = self._engine.context, self._engine.model
+        if self._script is not None:
+            return self._scripted(0)
         if self._chain is None:
             return Choice(*context.greedy())
         token = self._chain.sample(context)
         return Choice(token, llama.is_end(model, token), llama.piece(model, token))
 
+    def _scripted(self, back: int) -> Choice:
+        """What the script chooses after the last decoded token, or `-back` places before it."""
+        assert self._script is not None
+        at = len(self._engine.cached_ids) - self._prompt_len + back
+        # A rejected draft reaches past the end of the script: what is chosen there does not matter.
+        token = self._script[at] if at < len(self._script) else self._script[-1]
+        return Choice(token, llama.is_end(self._engine.model, token), llama.piece(self._engine.model, token))
+
     def _charge(self, accepted: int) -> None:
         """Charges what the last batch has read, by position, to its causes."""
-        if self._width and self._engine.streamer is not None:
+        if self._width:
             self.result.flash_split.charge_batch(*self._engine.streamer.take_positions(self._width), accepted)
         self._width = 0
 
@@ -205,9 +229,8 @@ class Generation:
                 self._decode(np.array(ids[at : at + step], np.int32))
             finally:
                 self._width = 0
-                if engine.streamer is not None:
-                    total, again = engine.streamer.take_positions(1)
-                    self.result.flash_split.charge(cause, total[0], again[0])
+                total, again = engine.streamer.take_positions(1)
+                self.result.flash_split.charge(cause, total[0], again[0])
         engine.report_progress("prefill", whole, whole)
 
     def _decode(self, tokens: IntArray, each: bool = False) -> None:
@@ -222,15 +245,14 @@ class Generation:
             engine.cached_ids.extend(tokens.tolist())
             return
         self._recover()
-        if engine.streamer is not None:
-            interrupt = engine.streamer.take_interrupt()
-            failure = engine.lanes.failure()
-            engine.streamer.reset(failure is not None)
-            if failure is not None:
-                engine.lanes.clear_failure()
-                raise ReadError(failure)
-            if interrupt is not None:
-                raise interrupt
+        interrupt = engine.streamer.take_interrupt()
+        failure = engine.lanes.failure()
+        engine.streamer.reset(failure is not None)
+        if failure is not None:
+            engine.lanes.clear_failure()
+            raise ReadError(failure)
+        if interrupt is not None:
+            raise interrupt
         if code == llama.ABORTED or engine.cancelled:
             raise _Stopped
         if code == 1:

@@ -107,15 +107,13 @@ class Engine:
             self.notes.append(weights.note)
 
         n_threads = config.n_threads()
-        self.streamer: _moe.Streamer | None = None
-        if layers:
-            self.streamer = _moe.Streamer(lanes, self._layer_specs(), n_threads, config.overlap)
-            stack.callback(self.streamer.close)
-        else:
+        # A dense model has one too, without layers: its abort callback is how Ctrl-C and cancel() stop a graph.
+        self.streamer = hook = _moe.Streamer(lanes, self._layer_specs(), n_threads, config.overlap)
+        stack.callback(hook.close)
+        if not layers:
             self.notes.append(f"{path.name}: no routed experts (*_exps.weight): a dense model, nothing is streamed")
         n_train = file.number("context_length", DEFAULT_CONTEXT)
         n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
-        hook = self.streamer
         n_ubatch = min(config.ubatch, n_ctx)
         longest = min(config.draft.longest(), n_ubatch - 1)
         self.context = llama.Context(
@@ -125,9 +123,9 @@ class Engine:
             n_outputs=longest + 1,
             n_snapshots=min(longest, config.rs_snapshots),
             n_threads=n_threads,
-            eval_callback=hook.callback if hook else 0,
-            abort_callback=hook.abort_callback if hook else 0,
-            userdata=hook.userdata if hook else 0,
+            eval_callback=hook.callback if layers else 0,
+            abort_callback=hook.abort_callback,
+            userdata=hook.userdata,
         )
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
@@ -198,13 +196,13 @@ class Engine:
         pool = _mem.Region(max(plan.total_bytes, 1))
         stack.callback(pool.close)
         stack.callback(_Populate(pool).stop)
+        stack.callback(self.streamer.reset, False)  # no read may be under way when the pool goes
         cache = _cache.ExpertCache([la.n_expert for la in layers], list(plan.layer_class), list(plan.class_slots))
         bases, first, address = [], 0, pool.address
         for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):
             bases.append((address, first, stride))
             address += n * stride
             first += n
-        assert self.streamer is not None
         self.streamer.start(
             cache, [bases[k] for k in plan.layer_class], list(plan.quotas), plan.n_ring, address, plan.ring_stride
         )
@@ -219,25 +217,28 @@ class Engine:
         max_tokens: int = 256,
         sampling: Sampling | None = None,
         stop_at_end: bool = True,
+        script: Sequence[int] | None = None,
     ) -> Generation:
         """Starts a generation: iterate over it for tokens, then read `.result`.
 
         `prompt`: text, or token ids. `stop_at_end`: stop at an end-of-generation token, else go on to
         `max_tokens`. Tokens shared with the sequence of the generation before are not computed again.
+        `script`: token ids that the model is made to choose, one after the other, while every batch is decoded,
+        streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
         Raises UsageError where the prompt is empty or longer than the context.
         """
         if self._busy is not None and self._busy.running:
             raise BmoeError("a generation is running on this engine; finish, close or cancel it first")
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._cancelled.clear()
-        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end)
+        self.streamer.take_interrupt()  # of a cancel() that came after the last graph
+        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script)
         return self._busy
 
     def cancel(self) -> None:
         """Ends the running generation at the next graph node; callable from any thread."""
         self._cancelled.set()
-        if self.streamer is not None:
-            self.streamer.request_abort()
+        self.streamer.request_abort()
 
     @property
     def cancelled(self) -> bool:
@@ -258,8 +259,6 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        if self.streamer is None:
-            return StreamCounters()
         return StreamCounters(*self.streamer.counters(), *self.lanes.counters())
 
     @property

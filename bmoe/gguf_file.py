@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -15,6 +16,11 @@ from .errors import ModelError
 
 PAGE = 4096
 """Alignment of direct reads, bytes."""
+
+# Types that no tensor of a model has and that no matmul of llama.cpp can read: it would jump to address 0.
+_NOT_WEIGHTS = {9: "q8_1", 15: "q8_K", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64"}
+_ID_TABLE = "tid2eid"  # token to expert, of integers by design
+_KINDS = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix", "mmproj": "a multimodal projector"}
 
 _SHARD_NAME = re.compile(r"^(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$")
 _EXPERTS = re.compile(r"^(?P<block>.+)\.[^.]*_exps\.weight$")
@@ -85,7 +91,7 @@ class ModelFile:
     def number(self, key: str, default: int = 0) -> int:
         """The integer at `<arch>.<key>`, or `default`."""
         value = self.keys.get(f"{self.arch}.{key}", default)
-        return int(value) if isinstance(value, (int, float)) else default
+        return value if isinstance(value, int) else default
 
     @property
     def file_bytes(self) -> int:
@@ -95,21 +101,22 @@ class ModelFile:
 def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
     """Reads the header(s) of the model at `path`: one file, or the first of its shards.
 
-    Raises ModelError, naming the file, for: no such file, no GGUF, a damaged header, a shard that is missing,
-    foreign or not the first, and a tensor that ends past the end of its file.
+    Raises ModelError, naming the file, for: no such file, no GGUF, no model, a damaged header, a shard that is
+    missing, foreign or not the first, and a tensor that ends past the end of its file.
     """
     first = Path(path)
     _check_magic(first)
     with ExitStack() as stack:
         header = stack.enter_context(llama.GgufHeader(str(first)))
         keys = header.scalars()
-        count = int(keys.get("split.count", 0) or 0)
+        count = _whole_number(keys, "split.count", first)
+        paths = _shard_paths(first, _whole_number(keys, "split.no", first), count) if count > 1 else [first]
+        _check_keys(keys, first)
         if count <= 1:
             tensors = _tensors(header, 0)
             with open(first, "rb") as f:
                 raw = f.read(header.data_offset)
             return ModelFile((first,), raw, first.stat().st_size, tuple(tensors), keys)
-        paths = _shard_paths(first, int(keys.get("split.no", 0) or 0), count)
         headers = [header]
         for i, shard in enumerate(paths[1:], 1):
             _check_magic(shard)
@@ -123,24 +130,64 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
 
 
 def _check_magic(path: Path) -> None:
-    if not path.exists():
-        raise ModelError(f"{path}: no such file")
-    if not path.is_file():
-        raise ModelError(f"{path}: not a file; give a .gguf file, or the first of its shards")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path}: not a file; give a .gguf file, or the first of its shards")
         with open(path, "rb") as f:
             magic = f.read(4)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
     except OSError as e:
         raise ModelError(f"{path}: cannot read: {e.strerror}") from None
+    if not magic:
+        raise ModelError(f"{path}: the file is empty; download or copy it again")
     if magic != b"GGUF":
         raise ModelError(f"{path}: not a GGUF file (it starts with {magic!r}); convert the model with llama.cpp first")
+
+
+def _whole_number(keys: dict[str, llama.Value], key: str, path: Path) -> int:
+    value = keys.get(key, 0)
+    if not isinstance(value, int):
+        raise ModelError(f"{path}: damaged header: key {key} is {value!r}, not a whole number")
+    return value
+
+
+def _check_keys(keys: dict[str, llama.Value], path: Path) -> None:
+    """Refuses what is no language model, and values that llama.cpp takes on trust and dies or hangs of."""
+    kind = keys.get("general.type", "model")
+    if kind in _KINDS:
+        raise ModelError(f"{path}: this is {_KINDS[str(kind)]}, not a model")
+    arch = keys.get("general.architecture")
+    if not isinstance(arch, str) or not arch:
+        raise ModelError(f"{path}: the header has no key general.architecture; this is no model that llama.cpp runs")
+    if keys.get("tokenizer.ggml.model") in ("none", "no_vocab"):
+        raise ModelError(f"{path}: the file has no vocabulary (key tokenizer.ggml.model); convert the model with one")
+    for key, value in keys.items():
+        name = key.removeprefix(f"{arch}.")
+        if name == key or isinstance(value, str):
+            continue
+        if (
+            value != value
+            or (name.endswith("epsilon") and not 0 <= value < 1)
+            or (name == "full_attention_interval" and value < 1)
+            or (name.startswith("rope.dimension_count") and value % 2)
+            or (name == "rope.dimension_count_swa" and value == 0)
+        ):
+            raise ModelError(f"{path}: damaged header: key {key} is {value}; download or copy the file again")
 
 
 def _tensors(header: llama.GgufHeader, file: int) -> list[Tensor]:
     size = os.path.getsize(header.path)
     base = header.data_offset
-    found = [Tensor(t.name, t.type, t.shape, file, base + t.offset, t.nbytes) for t in header.tensors()]
+    try:
+        found = [Tensor(t.name, t.type, t.shape, file, base + t.offset, t.nbytes) for t in header.tensors()]
+    except UnicodeDecodeError:
+        raise ModelError(f"{header.path}: damaged header: the name of a tensor is not text") from None
     for t in found:
+        if t.type in _NOT_WEIGHTS and _ID_TABLE not in t.name:
+            raise ModelError(
+                f"{header.path}: damaged header: tensor {t.name} has type {_NOT_WEIGHTS[t.type]}, which no model uses"
+            )
         if t.offset + t.nbytes > size:
             raise ModelError(
                 f"{header.path}: truncated: tensor {t.name} ends at byte {t.offset + t.nbytes}, "
@@ -168,8 +215,9 @@ def _shard_paths(first: Path, number: int, count: int) -> list[Path]:
 
 def _check_shard(header: llama.GgufHeader, index: int, count: int, path: Path) -> None:
     keys = header.scalars()
-    if keys.get("split.no") != index or keys.get("split.count") != count:
-        says = f"shard {int(keys['split.no']) + 1} of {keys.get('split.count')}" if "split.no" in keys else "no shard"
+    number = _whole_number(keys, "split.no", path)
+    if "split.no" not in keys or number != index or keys.get("split.count") != count:
+        says = f"shard {number + 1} of {keys.get('split.count')}" if "split.no" in keys else "no shard"
         raise ModelError(f"{path}: foreign file: its header says {says}, expected shard {index + 1} of {count}")
 
 

@@ -372,6 +372,7 @@ class Context:
         if eval_callback:
             params.cb_eval = C.ggml_backend_sched_eval_callback(eval_callback)
             params.cb_eval_user_data = ctypes.c_void_p(userdata)
+        if abort_callback:
             params.abort_callback = ctypes.cast(ctypes.c_void_p(abort_callback), C.ggml_abort_callback)
             params.abort_callback_data = ctypes.c_void_p(userdata)
         with captured_log() as log:

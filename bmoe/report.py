@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import __version__, osmem
 from .config import Sampling
 from .engine import Engine
-from .errors import UsageError
+from .errors import BmoeError, UsageError
 from .metrics import GenerationResult, StreamCounters, expert_summary
 
 MiB = 1 << 20
@@ -150,21 +151,51 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
     }
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Raises UsageError where a file cannot be written at `path`, before anything has been computed."""
-    parent = path.parent
-    if not parent.is_dir():
-        raise UsageError(f"{flag}: {parent} is not a directory")
-    if path.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
-        raise UsageError(f"{flag}: cannot write {path}")
+def check_writable(path: Path, flag: str, inputs: Sequence[str | os.PathLike[str]] = ()) -> None:
+    """Raises UsageError where a file cannot be written at `path`, before anything has been computed.
 
-
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes `data` whole or not at all: a temporary file beside it, then a rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    `inputs`: files that the run reads, which it must not replace.
+    """
     try:
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        if any(os.path.samefile(path, f) for f in inputs if os.path.exists(f) and path.exists()):
+            raise UsageError(f"{flag}: {path} is read by this run; give another path")
+        if path.is_dir():
+            raise UsageError(f"{flag}: {path} is a directory; give a file")
+        if _is_device(path):
+            return
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UsageError(f"{flag}: cannot write {path}: no permission")
+        temporary = _temporary(path)
+        temporary.touch()
+        temporary.unlink()
     except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise UsageError(f"--metrics-json: cannot write {path}: {e.strerror}") from None
+        raise UsageError(f"{flag}: cannot write {path}: {e.strerror}") from None
+
+
+def write_json(path: Path, data: dict[str, Any], flag: str = "--metrics-json") -> None:
+    """Writes `data` whole or not at all: a temporary file beside it, then a rename. A device or pipe is written to."""
+    text = json.dumps(data, indent=1) + "\n"
+    temporary = None
+    try:
+        if _is_device(path):
+            with open(path, "a", encoding="utf-8") as f:
+                f.write(text)
+            return
+        temporary = _temporary(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path.resolve())
+    except OSError as e:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
+
+
+def _is_device(path: Path) -> bool:
+    """True for what is written to in place: a device, a pipe, /dev/stdout (whatever that is)."""
+    return path.exists() and (not path.is_file() or str(path.parent) in ("/dev", "/dev/fd", "/proc/self/fd"))
+
+
+def _temporary(path: Path) -> Path:
+    """Where the file lies while it is written: beside `path`, or beside what it links to."""
+    real = path.resolve()
+    return real.with_name(f".{real.name}.{os.getpid()}.tmp")
