@@ -260,15 +260,20 @@ class GgufHeader:
 class Model:
     """A loaded llama.cpp model and the host that holds its addresses.
 
-    `tensors`: `{name: (address of the ggml_tensor, bytes)}`. Tensor data are not there until the caller has
-    placed them with `host.place`.
+    `tensors`: `{name: addresses of the ggml_tensors}`, two where a tensor of the file serves as two (a tied
+    embedding). Their data are not there until the caller has placed them.
     """
 
     handle: Any
     host: _ggml.ModelHost
-    tensors: dict[str, tuple[int, int]]
+    tensors: dict[str, list[int]]
     vocab: Any = None
     _keep: list[Any] = field(default_factory=list)
+
+    def place(self, name: str, data: int) -> None:
+        """Points the tensor(s) called `name` at their bytes at the address `data`."""
+        for tensor in self.tensors[name]:
+            self.host.place(tensor, data)
 
     def close(self) -> None:
         if self.handle is not None:

@@ -82,12 +82,12 @@ class Weights:
         what is not streamed still computes right. Raises ReadError where a read fails.
         """
         for t in experts:
-            model.host.place(model.tensors[t.name][0], self.maps[t.file].address + t.offset)
+            model.place(t.name, self.maps[t.file].address + t.offset)
         runs = dense_runs(dense)
         self.dense_bytes = sum(run.nbytes for run in runs)
         if mode in ("mmap", "warm"):
             for t in dense:
-                model.host.place(model.tensors[t.name][0], self.maps[t.file].address + t.offset)
+                model.place(t.name, self.maps[t.file].address + t.offset)
             if mode == "warm":
                 done = 0
                 for run in runs:
@@ -102,7 +102,7 @@ class Weights:
         address, windows = self.region.address, []
         for run in runs:
             for t in run.tensors:
-                model.host.place(model.tensors[t.name][0], address + t.offset - run.start)
+                model.place(t.name, address + t.offset - run.start)
             for at in range(run.start, run.end, _READ):
                 need = min(_READ, run.end - at)
                 length = -(-need // PAGE) * PAGE

@@ -108,6 +108,7 @@ cdef class Drafter:
     cdef int base_init(self, str name, Py_ssize_t longest, bint compat) except -1:
         self.name = name
         self.compat = compat
+        self.toks = <tok_t*>grow(NULL, &self.cap_toks, 256, sizeof(tok_t))
         self.out = <tok_t*>malloc(max(longest, 1) * sizeof(tok_t))
         if self.out == NULL:
             raise MemoryError("drafter index")

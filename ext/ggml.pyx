@@ -368,7 +368,8 @@ cdef class ModelHost:
     def finish_load(self):
         """Restores the shapes; call it once llama.cpp has loaded.
 
-        Returns `{name: (address of the ggml_tensor, bytes)}`. Each must be placed before a graph runs.
+        Returns `{name: addresses of the ggml_tensors}`: a file's tensor may serve as two (a tied embedding).
+        Each must be placed before a graph runs.
         """
         cdef int i, j
         cdef bm_tensor *t
@@ -378,7 +379,7 @@ cdef class ModelHost:
             for j in range(4):
                 t.ne[j] = self.h.tensors[i].ne[j]
             t.data = NULL
-            found[t.name.decode()] = (<uintptr_t>t, _g.nbytes(t))
+            found.setdefault(t.name.decode(), []).append(<uintptr_t>t)
         self.close_stream()
         self.header = b""  # megabytes, with a real vocabulary
         self.h.header = NULL

@@ -8,6 +8,8 @@ cdef extern from *:
     #include <stdlib.h>
     #include <sys/mman.h>
 
+    #define NGRAM_PREFETCH(address) __builtin_prefetch((address), 1)
+
     /* Memory for a table that is read at random, in huge pages if it is large and the kernel has them. */
     static void * ngram_table(size_t bytes) {
         const size_t huge = (size_t) 2 << 20;
@@ -26,9 +28,11 @@ cdef extern from *:
     """
     const uint64_t MMIX "NGRAM_MMIX"
     void* ngram_table(size_t size) nogil
+    void prefetch_write "NGRAM_PREFETCH"(const void* address) noexcept nogil
 
 cdef enum:
     MOD_LAG = 32            # new n-grams are added once more than this many tokens are new
+    MOD_AHEAD = 16          # n-grams between asking for a slot and writing to it
     MOD_LOW_ROUNDS = 5      # poor drafts in a row before the table is reset
 
 cdef double MOD_LOW = 0.25      # a draft is poor if less than this part of it was accepted
@@ -121,8 +125,8 @@ cdef class NgramMod(Drafter):
 
     cdef int add(self, Py_ssize_t end) except -1 nogil:
         """Adds the n-grams from `n_added` to before `end`, each with the token after it."""
-        cdef Py_ssize_t p = self.n_added, n = self.n_match
-        cdef uint64_t h
+        cdef Py_ssize_t p = self.n_added, n = self.n_match, q
+        cdef uint64_t h, ahead
         cdef tok_t* slot
         if p >= end:
             return 0
@@ -132,7 +136,13 @@ cdef class NgramMod(Drafter):
             else:
                 self.filled = <uint32_t*>grow(self.filled, &self.cap_filled, self.n_filled + end - p, sizeof(uint32_t))
         h = self.add_hash if self.add_at == p else self.hash_at(p)
+        ahead, q = h, p
         while p < end:
+            # The slots are all over the table: ask for each some n-grams before it is needed.
+            while q < end and q < p + MOD_AHEAD:
+                prefetch_write(self.slots + self.slot_of(ahead) * self.stride)
+                ahead = self.rolled(ahead, self.toks[q], self.toks[q + n])
+                q += 1
             slot = self.slots + self.slot_of(h) * self.stride
             if slot[0] == -1:
                 self.used += 1
