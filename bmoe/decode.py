@@ -13,7 +13,7 @@ import numpy.typing as npt
 from . import llama, osmem
 from .config import Sampling
 from .errors import BmoeError, ReadError, UsageError
-from .metrics import GenerationResult, StreamCounters, Token
+from .metrics import GenerationResult, Token
 from .speculation import Choice, verify_steps
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Generation:
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
+        self._graph_s = 0.0
         self._script = script
         self._prompt_len = len(ids)
         self._steps = self._run(ids, max_tokens, sampling, stop_at_end)
@@ -87,17 +88,18 @@ class Generation:
             else llama.SamplerChain(sampling.temp, sampling.top_k, sampling.top_p, sampling.seed)
         )
         text = codecs.getincrementaldecoder("utf-8")("replace")
-        asked, index = started, 0
+        asked, mark = started, zero
+        pieces: list[str] = []
+        prefilled = False
 
-        def emit(choice: Choice, decode_s: float, mark: StreamCounters) -> Token:
+        def emit(choice: Choice, decode_s: float) -> Token:
             """The token of one choice, its text decoded, its cost what has passed since the one before."""
-            nonlocal asked, index
-            result.token_ids.append(choice.id)
+            nonlocal mark
             piece = "" if choice.end and stop_at_end else text.decode(choice.text)
-            result.text += piece
-            now = time.perf_counter()
-            token = Token(index, choice.id, piece, now - asked, decode_s, engine.counters() - mark)
-            index += 1
+            pieces.append(piece)
+            since, mark = mark, engine.counters()
+            token = Token(len(result.token_ids), choice.id, piece, time.perf_counter() - asked, decode_s, mark - since)
+            result.token_ids.append(choice.id)
             return token
 
         try:
@@ -106,12 +108,13 @@ class Generation:
             self._prefill(ids, result.reused_tokens)
             mark = engine.counters()
             result.prefill, result.prefill_s = mark - zero, time.perf_counter() - started
+            prefilled, self._graph_s = True, 0.0
             if max_tokens == 0:
                 result.stop = "length"
                 return
             first = self._choose()
             result.ttft_s = time.perf_counter() - started
-            yield emit(first, 0.0, mark)
+            yield emit(first, 0.0)
             asked = time.perf_counter()
             if first.end and stop_at_end:
                 result.stop = "end"
@@ -119,14 +122,13 @@ class Generation:
             steps = verify_steps(self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft)
             for step in steps:
                 result.spec.count(step)
-                result.decode_s += step.decode_s
+                took, self._graph_s = self._graph_s, 0.0
+                result.decode_s += took
                 result.decode_steps += 1
                 self._charge(step.accepted)
                 for i, choice in enumerate(step.confirmed):
                     # A group's whole cost sits on its first token.
-                    token = emit(choice, step.decode_s if i == 0 else 0.0, mark)
-                    mark = engine.counters()
-                    yield token
+                    yield emit(choice, took if i == 0 else 0.0)
                     asked = time.perf_counter()
                     if choice.end and stop_at_end:
                         result.stop = "end"
@@ -141,9 +143,12 @@ class Generation:
             if self._chain:
                 self._chain.close()
             self._charge(0)
-            result.text += text.decode(b"", final=True)
-            result.decode = engine.counters() - zero - result.prefill
+            result.text = "".join(pieces) + text.decode(b"", final=True)
             result.total_s = time.perf_counter() - started
+            if prefilled:
+                result.decode = engine.counters() - zero - result.prefill
+            else:
+                result.prefill, result.prefill_s = engine.counters() - zero, result.total_s
             result.major_faults = osmem.major_faults() - faults
             self.running = False
 
@@ -240,7 +245,9 @@ class Generation:
             raise _Stopped
         self._width = len(tokens)
         context = engine.context
+        t0 = time.perf_counter()
         code = context.decode_each(tokens, len(engine.cached_ids)) if each else context.decode(tokens)
+        self._graph_s += time.perf_counter() - t0
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())
             return

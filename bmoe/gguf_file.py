@@ -168,6 +168,7 @@ def _check_keys(keys: dict[str, llama.Value], path: Path) -> None:
             continue
         if (
             value != value
+            or (isinstance(value, int) and not 0 <= value < 1 << 31)
             or (name.endswith("epsilon") and not 0 <= value < 1)
             or (name == "full_attention_interval" and value < 1)
             or (name.startswith("rope.dimension_count") and value % 2)

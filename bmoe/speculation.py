@@ -54,13 +54,12 @@ class Drafter(Protocol):
 
 
 class Step(NamedTuple):
-    """One verify batch: the tokens it confirmed, how many were drafted and accepted, and what it took, seconds."""
+    """One verify batch: the tokens it confirmed, how many were drafted and accepted, what drafting took, seconds."""
 
     confirmed: list[Choice]
     drafted: int
     accepted: int
     draft_s: float
-    decode_s: float
 
 
 def accepted_prefix(draft: Sequence[int], choices: Sequence[Choice]) -> int:
@@ -93,7 +92,7 @@ def verify_steps(
         most = min(widest, wanted - 1, target.room() - 1)
         started = perf_counter()
         draft = drafter.draft(buffer[:n], most) if most > 0 else buffer[:0]
-        drafted_at = perf_counter()
+        draft_s = perf_counter() - started
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
         accepted = accepted_prefix(draft.tolist(), choices)
         if accepted < len(draft):
@@ -103,7 +102,7 @@ def verify_steps(
         confirmed = list(choices[: accepted + 1])
         history.extend(c.id for c in confirmed)
         wanted -= len(confirmed)
-        yield Step(confirmed, len(draft), accepted, drafted_at - started, perf_counter() - drafted_at)
+        yield Step(confirmed, len(draft), accepted, draft_s)
 
 
 CAUSES = ("prefill", "base", "accepted", "rejected", "draft_source", "prefetch_used", "prefetch_wasted", "recovery")
