@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from operator import sub
+from typing import Any, NamedTuple
 
 from .speculation import FlashSplit, SpecResult
 
 
-@dataclass(frozen=True)
-class StreamCounters:
+class StreamCounters(NamedTuple):
     """Running totals of the expert stream; subtract two to get what happened between.
 
     `hits` and `misses` count experts of a layer's batch, each once; `routed` counts (token, expert) pairs;
@@ -38,7 +38,7 @@ class StreamCounters:
     disk_ns: int = 0
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
-        return StreamCounters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+        return StreamCounters._make(map(sub, self, other))
 
     @property
     def hit_rate(self) -> float | None:
@@ -47,7 +47,7 @@ class StreamCounters:
         return self.hits / looked if looked else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Token:
     """One generated token and what it cost.
 

@@ -84,14 +84,20 @@ def verify_steps(
     filled = len(history)
     history.append(first.id)
     while wanted > 0 and target.room() > 0:
+        most = min(widest, wanted - 1, target.room() - 1)
+        if most <= 0:
+            choices = target.decode(np.array(history[-1:], np.int32))
+            history.append(choices[0].id)
+            wanted -= 1
+            yield Step([choices[0]], 0, 0, 0.0)
+            continue
         n = len(history)
         if n > len(buffer):
             buffer = np.concatenate([buffer, np.empty(n, np.int32)])
         buffer[filled:n] = history[filled:]
         filled = n
-        most = min(widest, wanted - 1, target.room() - 1)
         started = perf_counter()
-        draft = drafter.draft(buffer[:n], most) if most > 0 else buffer[:0]
+        draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
         accepted = accepted_prefix(draft.tolist(), choices)
