@@ -9,8 +9,10 @@ import numpy.typing as npt
 _Tokens: TypeAlias = npt.NDArray[np.integer] | Sequence[int]
 
 class Drafter:
-    name: str
-    compat: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def compat(self) -> bool: ...
     @property
     def nbytes(self) -> int: ...
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -57,6 +58,7 @@ class Generation:
         self.result = GenerationResult(prompt_tokens=len(ids))
         self.result.spec.type = engine.drafter.name
         self.running = True
+        self._lock = threading.Lock()
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
@@ -69,12 +71,27 @@ class Generation:
         return self
 
     def __next__(self) -> Token:
-        return next(self._steps)
+        with self._lock:
+            return next(self._steps)
+
+    @property
+    def stepping(self) -> bool:
+        """True while a thread is inside `next`."""
+        return self._lock.locked()
 
     def close(self) -> None:
-        """Ends it where it is."""
-        self._steps.close()
-        self.running = False
+        """Ends it where it is; from another thread, after stopping the step that runs."""
+        if self.running and not self._lock.acquire(blocking=False):
+            self._engine.cancel()
+            self._lock.acquire()
+        elif not self.running:
+            return
+        try:
+            self._steps.close()
+            self.result.stop = self.result.stop or "cancelled"
+            self.running = False
+        finally:
+            self._lock.release()
 
     def _run(
         self, ids: list[int], max_tokens: int, sampling: Sampling, stop_at_end: bool
@@ -139,6 +156,9 @@ class Generation:
         except KeyboardInterrupt:
             result.stop = "interrupted"
             raise
+        except Exception:
+            result.stop = "error"
+            raise
         finally:
             if self._chain:
                 self._chain.close()
@@ -171,16 +191,18 @@ class Generation:
     def drop(self, n: int) -> None:
         """Takes the rejected tail back; where this kind of memory refuses, decodes the rest of the sequence again."""
         engine, result = self._engine, self.result
-        kept = engine.cached_ids[:-n]
+        engine.in_step = False
+        del engine.cached_ids[-n:]
+        kept = list(engine.cached_ids)
         if engine.context.truncate(len(kept)):
-            del engine.cached_ids[-n:]
+            engine.in_step = True
             return
         started, before = time.perf_counter(), engine.counters().bytes
         self._charge(self._width - 1 - n)
         if not result.spec.recoveries:
             engine.notes.append("this model's memory cannot take rejected drafts back: the sequence is decoded again")
-        engine.context.clear()
         engine.cached_ids.clear()
+        engine.context.clear()
         self._prefill(kept, 0, cause="recovery")
         result.spec.recoveries += 1
         result.spec.recovery_s += time.perf_counter() - started
@@ -212,17 +234,22 @@ class Generation:
 
     def _keep_prefix(self, ids: list[int]) -> int:
         """Drops what the sequence does not share with `ids`; how many tokens stay."""
-        context, old = self._engine.context, self._engine.cached_ids
+        engine = self._engine
+        context, old = engine.context, engine.cached_ids
+        if not engine.in_step:
+            self._recover()
         # At least one token is computed, for its logits.
         limit = min(len(old), len(ids) - 1)
         same = next((i for i in range(limit) if old[i] != ids[i]), limit)
         if same < len(old):
+            engine.in_step = False
+            del old[same:]
             # A sliding window that has dropped its beginning, or a recurrent state, cannot go back.
             if same == 0 or context.first_kept() > 0 or not context.truncate(same):
+                old.clear()
                 context.clear()
-                same = 0
-            del old[same:]
-        return same
+            engine.in_step = True
+        return len(old)
 
     def _prefill(self, ids: list[int], done: int, cause: str = "prefill") -> None:
         engine = self._engine
@@ -245,11 +272,13 @@ class Generation:
             raise _Stopped
         self._width = len(tokens)
         context = engine.context
+        engine.in_step = False
         t0 = time.perf_counter()
         code = context.decode_each(tokens, len(engine.cached_ids)) if each else context.decode(tokens)
         self._graph_s += time.perf_counter() - t0
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())
+            engine.in_step = True
             return
         self._recover()
         interrupt = engine.streamer.take_interrupt()
@@ -267,12 +296,17 @@ class Generation:
         raise BmoeError(f"llama.cpp's decode failed with code {code}")
 
     def _recover(self) -> None:
-        """Takes back what a stopped batch has put into the sequence."""
+        """Takes back what a stopped batch has put into the sequence.
+
+        Also after an exception from a signal handler that came between a graph and its account: `in_step` says
+        whether `cached_ids` is what the context holds.
+        """
         engine = self._engine
         # A recurrent state may have moved on in the middle of the batch: no snapshot of it can be trusted.
         if engine.context.recurrent or not engine.context.truncate(len(engine.cached_ids)):
-            engine.context.clear()
             engine.cached_ids.clear()
+            engine.context.clear()
+        engine.in_step = True
 
 
 class _Stopped(Exception):

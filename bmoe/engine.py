@@ -46,10 +46,13 @@ class Engine:
         _base_rss()
         self.path = path
         self.notes: list[str] = []
+        # The tokens that the context holds; `in_step` is False while a change of it is under way.
         self.cached_ids: list[int] = []
+        self.in_step = True
         self._cancelled = threading.Event()
         self._progress = progress or (lambda stage, done, whole: None)
         self._busy: Generation | None = None
+        self.closed = False
         with ExitStack() as stack:
             self._open(stack, path, config)
             self._stack = stack.pop_all()
@@ -227,8 +230,11 @@ class Engine:
         streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
         Raises UsageError where the prompt is empty or longer than the context.
         """
+        self._check_open()
         if self._busy is not None and self._busy.running:
-            raise BmoeError("a generation is running on this engine; finish, close or cancel it first")
+            if self._busy.stepping:
+                raise BmoeError("a generation is running on this engine in another thread: cancel it first")
+            self._busy.close()  # left in the middle: its consumer has gone
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._cancelled.clear()
         self.streamer.take_interrupt()  # of a cancel() that came after the last graph
@@ -238,7 +244,8 @@ class Engine:
     def cancel(self) -> None:
         """Ends the running generation at the next graph node; callable from any thread."""
         self._cancelled.set()
-        self.streamer.request_abort()
+        if not self.closed:
+            self.streamer.request_abort()
 
     @property
     def cancelled(self) -> bool:
@@ -246,15 +253,18 @@ class Engine:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`."""
+        self._check_open()
         return llama.tokenize(self.model, text)
 
     def special_text(self, name: str) -> str:
         """Text of the "bos" or "eos" token, "" where the model has none."""
+        self._check_open()
         return llama.special_text(self.model, name)
 
     @property
     def adds_bos(self) -> bool:
         """True where `tokenize` puts a BOS token first."""
+        self._check_open()
         return llama.adds_bos(self.model)
 
     def counters(self) -> StreamCounters:
@@ -285,7 +295,12 @@ class Engine:
         """Joins the lanes, frees the model and closes its files. May be called twice."""
         if self._busy is not None:
             self._busy.close()
+        self.closed = True
         self._stack.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise BmoeError("the engine is closed")
 
     def __enter__(self) -> Engine:
         return self

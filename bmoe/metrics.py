@@ -65,7 +65,7 @@ class Token:
 
 @dataclass
 class GenerationResult:
-    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted"."""
+    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted", "error"."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""

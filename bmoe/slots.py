@@ -88,9 +88,9 @@ def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYT
     if not layers:
         return SlotPlan((), (), (), (), 0, 0)
     n_ring = RING_AREAS
-    if budget < 2 * n_ring * stride:
-        n_ring = max(2, min(max(budget, spare) // stride, 64))
-        budget = max(0, budget - n_ring * stride)
+    if budget < n_ring * stride + min(layer.slot_bytes for layer in layers):
+        n_ring = max(2, min(max(budget, spare) // stride, 64))  # no slot fits beside the ring
+        budget = 0
     else:
         budget -= n_ring * stride
     experts = [len(members) * layers[members[0]].n_expert for _, members in classes]

@@ -144,8 +144,9 @@ cdef class ExpertCache:
     def access(self, int layer, list experts, int epoch):
         """One routed batch of one layer: `(hits, misses)`, each a list of expert ids.
 
-        The sequence the engine follows for a single token: find, pin and touch the resident ones, then
-        admit the others. Each expert counts once. Raises ValueError for a layer or expert out of range.
+        The sequence the engine follows for one token: pin the resident ones, admit the others while there are
+        slots, and leave the first of the list the most recently used, the last the least. Each expert counts once.
+        Raises ValueError for a layer or expert out of range.
         """
         cdef Cache *c = &self.c
         cdef int e, s
@@ -159,7 +160,6 @@ cdef class ExpertCache:
             s = cache_find(c, layer, e)
             if s >= 0:
                 c.slots[s].pin = epoch
-                cache_touch(c, s)
                 c.hits += 1
                 hits.append(e)
             else:
@@ -168,6 +168,10 @@ cdef class ExpertCache:
             c.misses += 1
             c.rereads += cache_seen(c, layer, e)
             cache_admit(c, layer, e, epoch)
+        for e in reversed(dict.fromkeys(experts)):
+            s = cache_find(c, layer, e)
+            if s >= 0:
+                cache_touch(c, s)
         return hits, misses
 
     def resident(self, int layer):

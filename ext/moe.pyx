@@ -281,9 +281,7 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
         if s >= 0:
             c.slots[s].pin = m.epoch
             c.hits += 1
-    for x in range(n_keep - 1, -1, -1):
-        if m.x_slot[x] >= 0:
-            cache_touch(c, m.x_slot[x])
+    # Where slots are short, the latest used get them.
     m.n_miss = 0
     for x in range(n_x):
         e = m.x_expert[x]
@@ -301,6 +299,10 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
             m.streamed += 1
         m.miss[m.n_miss] = x
         m.n_miss += 1
+    # Recency is that of use, whether an expert was read or not.
+    for x in range(n_keep - 1, -1, -1):
+        if m.x_slot[x] >= 0:
+            cache_touch(c, m.x_slot[x])
     # Rows by expert.
     at = 0
     for x in range(n_x):

@@ -1,0 +1,98 @@
+"""Fixtures that several test files share: tiny models, resident runs, and engines with a budget to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+# Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import reference
+from tiny_models import write_tiny
+
+import bmoe
+import bmoe.engine
+from bmoe import gguf_file, slots
+from bmoe.sizing import CacheDecision, ModelSizes
+
+Tiny = Callable[..., Path]
+Resident = Callable[..., list[reference.Run]]
+OpenEngine = Callable[..., bmoe.Engine]
+Cache = str | int
+"""What an engine of the tests may keep: "off", "few" (a third of the experts), "all", or a number of slots."""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """`write_tiny` without the path: each model is written once. On disk, where tmp_path is."""
+    base, written = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
+
+    def write(arch: str, quant: str | None = None, **options: Any) -> Path:
+        key = "-".join([arch, str(quant), *(f"{k}{v}" for k, v in sorted(options.items()))])
+        if key not in written:
+            written[key] = write_tiny(base / f"{key}.gguf", arch, quant, **options)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def resident() -> Resident:
+    """Greedy runs of stock llama.cpp, one for each prompt, each from an empty sequence; made once."""
+    made: dict[Any, list[reference.Run]] = {}
+
+    def run(path: Path, prompts: Sequence[Sequence[int]], n: int, **settings: Any) -> list[reference.Run]:
+        key = (path, tuple(map(tuple, prompts)), n, tuple(sorted(settings.items())))
+        if key not in made:
+            with reference.Resident(path, **settings) as model:
+                made[key] = [model.generate(prompt, n) for prompt in prompts]
+        return made[key]
+
+    return run
+
+
+def budget(path: Path, cache: Cache) -> int:
+    """Bytes of cache, ring included, with which `cache` holds for the experts of the model at `path`."""
+    file = gguf_file.open_model_file(path)
+    layers = gguf_file.expert_layers(file.tensors, [t.name for t in file.tensors])
+    ring = slots.RING_AREAS * slots.ring_stride(layers)
+    if cache == "off" or not layers:
+        return 0
+    if cache == "all":
+        return slots.all_experts_bytes(layers)
+    if cache == "few":
+        return ring + max(ring, sum(layer.n_expert * layer.slot_bytes for layer in layers) // 3)
+    return ring + int(cache) * max(layer.slot_bytes for layer in layers)
+
+
+@pytest.fixture
+def open_engine() -> Iterator[OpenEngine]:
+    """`Engine.open` with a budget that no memory measurement decides; checks the cache's index at the end."""
+    opened: list[bmoe.Engine] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_(path: Path, cache: Cache = "all", **settings: Any) -> bmoe.Engine:
+            wanted = budget(path, cache)
+            everything = budget(path, "all")
+
+            def decide(request: object, sizes: ModelSizes, *_: object) -> CacheDecision:
+                # What the process itself holds is charged to the budget.
+                return CacheDecision("fixed", wanted and wanted + sizes.experts - everything, sizes)
+
+            settings = {"threads": 1, "ctx": 256, **settings}
+            with patch.object(bmoe.engine, "decide", decide):
+                engine = stack.enter_context(bmoe.Engine.open(path, **settings))
+            opened.append(engine)
+            return engine
+
+        yield open_
+    for engine in opened:
+        if engine.cache is not None:
+            engine.cache.check()

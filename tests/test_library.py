@@ -1,0 +1,495 @@
+"""`bmoe.Engine` as a library: several generations, several engines, stopping, failing and closing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from conftest import OpenEngine, Resident, Tiny
+from reference import Resident as ResidentModel
+from reference import Run, differences, drive, prompt_ids
+
+import bmoe
+
+A, B = prompt_ids(64, seed=1), prompt_ids(30, seed=2)
+N = 8
+
+
+def ids(engine: bmoe.Engine, prompt: Sequence[int], n: int = N) -> list[int]:
+    return [t.id for t in engine.generate(list(prompt), max_tokens=n, stop_at_end=False)]
+
+
+def tasks() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+# ---- several generations on one engine ------------------------------------------------------------
+
+
+def test_a_context_manager_with_several_generations(tiny: Tiny, resident: Resident) -> None:
+    path = tiny("qwen3moe", "Q8_0")
+    expected = resident(path, [A, B], N, threads=1)
+    with bmoe.Engine.open(path, cache_mb=0, threads=1, ctx=256) as engine:
+        for prompt, run in ((A, expected[0]), (B, expected[1]), (A, expected[0])):
+            generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
+            tokens = list(generation)
+            assert [t.id for t in tokens] == generation.result.token_ids == run.tokens
+            assert [t.index for t in tokens] == list(range(N))
+            assert generation.result.stop == "length"
+            assert generation.result.prompt_tokens == len(prompt)
+            assert not generation.running
+            assert list(generation) == []
+
+
+def test_text_in_text_out(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0"))
+    prompt = "The quick brown fox"
+    generation = engine.generate(prompt, max_tokens=40)
+    pieces = [t.text for t in generation]
+    result = generation.result
+    assert result.prompt_tokens == len(engine.tokenize(prompt))
+    assert result.text.startswith("".join(pieces))
+    # What is missing at the end is an unfinished character.
+    assert len(result.text) - len("".join(pieces)) <= 1
+    ids(engine, A)
+    assert result.token_ids == ids(engine, engine.tokenize(prompt), 40)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe", "gemma4", "gpt-oss", "deepseek2"])
+def test_a_shared_prefix_is_not_computed_again(
+    arch: str, tiny: Tiny, resident: Resident, open_engine: OpenEngine
+) -> None:
+    """A prompt that parts from the sequence in the middle gives what a fresh engine gives, bit for bit.
+
+    A recurrent state cannot go back, nor a sliding window that has moved on: then nothing is reused.
+    """
+    path = tiny(arch, "Q8_0")
+    # The common part ends with a batch, so that both compute the rest in the same batches.
+    other = [*A[:48], *B]
+    expected = resident(path, [A, other], N, threads=1, ubatch=16)
+    engine = open_engine(path, "few", ubatch=16)
+    assert not differences(drive(engine, A, N)[0], expected[0])
+    for prompt, run in ((other, expected[1]), (A, expected[0]), (other, expected[1])):
+        again, result = drive(engine, prompt, N)
+        assert not differences(again, run)
+        assert result.reused_tokens in (0, 48)
+        assert result.reused_tokens == 48 or arch not in ("qwen3moe", "deepseek2")
+        assert result.prefill_tokens == len(prompt) - result.reused_tokens
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe", "gemma4", "gpt-oss", "deepseek2"])
+def test_a_conversation_goes_on(arch: str, tiny: Tiny, open_engine: OpenEngine) -> None:
+    """A prompt that extends the sequence is computed from its end on, whatever the memory of the model."""
+    path = tiny(arch, "Q8_0")
+    engine = open_engine(path, "few", ubatch=16)
+    with ResidentModel(path, ubatch=16) as model:
+        first = model.generate(A, N)
+        run, _ = drive(engine, A, N)
+        assert not differences(run, first)
+        longer = [*A, *run.tokens, *B]
+        # The last token of the answer was chosen, not yet computed.
+        second = model.go_on(longer[len(A) + N - 1 :], N)
+    run, result = drive(engine, longer, N)
+    assert result.reused_tokens == len(A) + N - 1
+    assert result.prefill_tokens == len(B) + 1
+    assert not differences(run, second)
+
+
+def test_the_same_prompt_again_computes_its_last_token_only(tiny: Tiny, open_engine: OpenEngine) -> None:
+    """Which rounds otherwise than the whole prompt in one batch: stock llama.cpp does the same."""
+    path = tiny("qwen3moe", "Q8_0")
+    engine = open_engine(path, ubatch=16)
+    drive(engine, A, N)
+    again, result = drive(engine, A, N)
+    assert result.reused_tokens == len(A) - 1
+    with ResidentModel(path, ubatch=16) as model:
+        model.generate(A, N)
+        model.truncate(len(A) - 1)
+        assert not differences(again, model.go_on(A[-1:], N))
+
+
+def test_generations_end_where_the_context_does(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0"))
+    n_ctx = engine.context.n_ctx
+    prompt = prompt_ids(n_ctx - 5, seed=3)
+    run, result = drive(engine, prompt, 100)
+    assert (result.stop, len(run.tokens)) == ("length", 6)
+    assert ids(engine, prompt_ids(n_ctx, seed=4), 10) != []
+    with pytest.raises(bmoe.UsageError, match=f"{n_ctx + 1} tokens, the context holds {n_ctx}"):
+        engine.generate(prompt_ids(n_ctx + 1, seed=4))
+    assert ids(engine, prompt, 6) == run.tokens
+
+
+@pytest.mark.parametrize(("prompt", "settings"), [([], {}), ([-1], {}), ([1 << 20], {}), ([1], {"max_tokens": -1})])
+def test_a_refused_generation_changes_nothing(
+    prompt: list[int], settings: dict[str, int], tiny: Tiny, open_engine: OpenEngine
+) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0"))
+    ids(engine, A)
+    before = ids(engine, A)
+    with pytest.raises(bmoe.UsageError):
+        engine.generate(prompt, **settings)  # type: ignore[arg-type]
+    assert ids(engine, A) == before
+    assert list(engine.generate(A, max_tokens=0)) == []
+
+
+# ---- sampling -------------------------------------------------------------------------------------
+
+
+def test_a_seed_decides_what_is_sampled(tiny: Tiny, open_engine: OpenEngine) -> None:
+    path = tiny("qwen3moe", "Q8_0")
+
+    def sample(engine: bmoe.Engine, seed: int) -> list[int]:
+        sampling = bmoe.Sampling(temp=1.5, seed=seed)
+        return [t.id for t in engine.generate(B, max_tokens=24, sampling=sampling, stop_at_end=False)]
+
+    one, two = open_engine(path, "few", overlap=True), open_engine(path, "off")
+    first = sample(one, 1)
+    # From the same batches: another prompt has taken the sequence in between.
+    ids(one, A)
+    assert sample(one, 1) == first == sample(two, 1)
+    ids(one, A)
+    assert sample(one, 2) != first
+    ids(one, A)
+    ids(two, A)
+    assert ids(one, B, 24) == ids(two, B, 24) != first
+
+
+# ---- two engines in one process -------------------------------------------------------------------
+
+
+def test_two_engines_interleaved_do_as_they_do_alone(tiny: Tiny, resident: Resident, open_engine: OpenEngine) -> None:
+    paths = tiny("qwen3moe", "Q8_0"), tiny("gemma4", "Q4_K")
+    expected = [resident(path, [A], 16, threads=2, ubatch=16)[0] for path in paths]
+    engines = [open_engine(path, "few", overlap=True, threads=2, ubatch=16) for path in paths]
+    generations = [e.generate(A, max_tokens=16, stop_at_end=False) for e in engines]
+    runs = [Run(), Run()]
+    for _ in range(16):
+        for generation, engine, run in zip(generations, engines, runs, strict=True):
+            run.tokens.append(next(generation).id)
+            run.logits.append(engine.context.logits().copy())
+    for generation, run, reference in zip(generations, runs, expected, strict=True):
+        assert list(generation) == []
+        assert not differences(run, reference)
+    # Closing one leaves the other alone.
+    engines[0].close()
+    drive(engines[1], B, 4)
+    assert not differences(drive(engines[1], A, 16)[0], expected[1])
+
+
+def test_two_engines_in_two_threads(tiny: Tiny, resident: Resident, open_engine: OpenEngine) -> None:
+    """On the same file, even."""
+    path = tiny("qwen3moe", "Q8_0")
+    expected = resident(path, [A, B], 16, threads=1, ubatch=16)
+    engines = [open_engine(path, "few", overlap=True, ubatch=16) for _ in expected]
+    runs: dict[int, Run] = {}
+
+    def work(i: int) -> None:
+        runs[i] = drive(engines[i], (A, B)[i], 16)[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for i, reference in enumerate(expected):
+        assert not differences(runs[i], reference)
+
+
+# ---- stopping -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["qwen3moe", "qwen35moe", "llama"])
+def stoppable(request: pytest.FixtureRequest, tiny: Tiny, resident: Resident, open_engine: OpenEngine) -> Stoppable:
+    path = tiny(request.param, "Q8_0")
+    engine = open_engine(path, "few", overlap=True, ubatch=16, ctx=2048)
+    (expected,) = resident(path, [B], N, threads=1, ubatch=16, ctx=2048)
+    return engine, lambda: differences(drive(engine, B, N)[0], expected)
+
+
+Stoppable = tuple[bmoe.Engine, Callable[[], list[str]]]
+"""An engine, and what is wrong with its next generation."""
+
+
+def test_cancel_from_another_thread(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+    running = threading.Event()
+
+    def cancel() -> None:
+        running.wait(30)
+        time.sleep(0.01)
+        engine.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    generation = engine.generate(A, max_tokens=100_000, stop_at_end=False)
+    for token in generation:
+        if token.index == 2:
+            running.set()
+    thread.join()
+    assert generation.result.stop == "cancelled"
+    assert 3 <= len(generation.result.token_ids) < 1500
+    assert not wrong()
+
+
+def test_cancel_between_two_tokens(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+    generation = engine.generate(A, max_tokens=100, stop_at_end=False)
+    for token in generation:
+        if token.index == 2:
+            engine.cancel()
+    assert generation.result.stop == "cancelled"
+    assert len(generation.result.token_ids) == 3
+    assert not wrong()
+
+
+def test_cancel_in_the_prefill(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+    engine.set_progress(lambda stage, done, whole: engine.cancel() if done >= 32 else None)
+    generation = engine.generate(A, max_tokens=100)
+    assert list(generation) == []
+    assert generation.result.stop == "cancelled"
+    engine.set_progress(lambda stage, done, whole: None)
+    assert not wrong()
+    assert ids(engine, A) != []
+
+
+def test_cancel_with_nothing_running(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+    engine.cancel()
+    assert not wrong()
+    engine.cancel()
+    assert not wrong()
+
+
+def test_cancel_over_and_over(stoppable: Stoppable) -> None:
+    """Wherever in a graph it comes, nothing half done is left behind."""
+    engine, wrong = stoppable
+    for i in range(12):
+        generation = engine.generate(A if i % 2 else [*B, *A], max_tokens=100_000, stop_at_end=False)
+        timer = threading.Timer(0.0015 * i, engine.cancel)
+        timer.start()
+        for _ in generation:
+            pass
+        timer.join()
+        assert generation.result.stop == "cancelled"
+        if engine.cache is not None:
+            engine.cache.check()
+    assert not wrong()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cancel_in_the_middle_of_a_layer(
+    overlap: bool, tiny: Tiny, resident: Resident, open_engine: OpenEngine
+) -> None:
+    """Where reads of a batch are still to come, no slot may claim an expert that never arrived."""
+    path = tiny("qwen3moe", "Q8_0", n_expert=48, n_ff=512)
+    other, batch = prompt_ids(64, seed=3), prompt_ids(64, seed=4)
+    (expected,) = resident(path, [other], 1, threads=1, ubatch=64)
+    engine = open_engine(path, "few", overlap=overlap, io_threads=1, ubatch=64)
+    drive(engine, batch, 1)
+    cancelled = 0
+    for i in range(40):
+        generation = engine.generate(batch, max_tokens=1)
+        timer = threading.Timer(0.0004 * i, engine.streamer.request_abort)
+        timer.start()
+        cancelled += list(generation) == []
+        timer.join()
+        assert not differences(drive(engine, other, 1)[0], expected)
+    assert cancelled > 3
+
+
+def test_an_interrupt_comes_out_of_the_loop(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        started = time.monotonic()
+        generation = engine.generate(A, max_tokens=100_000, stop_at_end=False)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in generation:
+                pass
+        assert time.monotonic() - started < 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    generation.close()
+    assert not wrong()
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_exception_from_a_signal_between_a_graph_and_its_account(
+    error: type[BaseException], arch: str, tiny: Tiny, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler runs as llama.cpp returns: its memory holds a token that the engine has not noted yet."""
+    path = tiny(arch, "Q8_0")
+    engine = open_engine(path, "few", ubatch=16)
+    decode, calls = engine.context.decode, []
+
+    def interrupted(*args: object) -> int:
+        code = decode(*args)  # type: ignore[arg-type]
+        calls.append(code)
+        if len(calls) == len(A) // 16 + 4:
+            raise error
+        return code
+
+    monkeypatch.setattr(engine.context, "decode", interrupted)
+    generation = engine.generate(A, max_tokens=50, stop_at_end=False)
+    with pytest.raises(error):
+        for _ in generation:
+            pass
+    monkeypatch.undo()
+    assert len(generation.result.token_ids) == 4
+    with ResidentModel(path, ubatch=16) as model:
+        assert not goes_on_wrong(engine, model, generation.result.token_ids)
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
+def test_a_conversation_goes_on_after_a_cancel(arch: str, tiny: Tiny, open_engine: OpenEngine) -> None:
+    """A graph that was stopped half way may have moved a recurrent state on."""
+    path = tiny(arch, "Q8_0", n_layer=4)
+    engine = open_engine(path, "few", ubatch=16)
+    with ResidentModel(path, ubatch=16) as model:
+        for i in range(20):
+            generation = engine.generate(A, max_tokens=150, stop_at_end=False)
+            next(generation)
+            timer = threading.Timer(0.0025 + 0.0003 * i, engine.streamer.request_abort)
+            timer.start()
+            for _ in generation:
+                pass
+            timer.join()
+            assert generation.result.stop == "cancelled"
+            assert not goes_on_wrong(engine, model, generation.result.token_ids)
+            drive(engine, B, 1)
+
+
+def goes_on_wrong(engine: bmoe.Engine, model: ResidentModel, answer: list[int]) -> list[str]:
+    """What is wrong with a prompt that takes up `A` and its answer, wherever the engine takes it up."""
+    longer = [*A, *answer, *B]
+    run, result = drive(engine, longer, 2)
+    if result.reused_tokens == 0:
+        return differences(run, model.generate(longer, 2))
+    assert result.reused_tokens == len(A) + len(answer) - 1
+    assert model.generate(A, len(answer)).tokens == answer
+    return differences(run, model.go_on(longer[result.reused_tokens :], 2))
+
+
+def test_leaving_the_loop_leaves_the_engine_usable(stoppable: Stoppable) -> None:
+    """By break, by an exception, or by letting a generation lie: the next one ends it."""
+    engine, wrong = stoppable
+    for token in engine.generate(A, max_tokens=50, stop_at_end=False):
+        if token.index == 3:
+            break
+    assert not wrong()
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
+        for token in engine.generate(A, max_tokens=50, stop_at_end=False):
+            if token.index == 3:
+                raise ZeroDivisionError
+    assert not wrong()
+    engine.generate(A)
+    assert not wrong()
+
+
+def test_closing_a_generation_or_cancelling_one_that_is_not_read_on(stoppable: Stoppable) -> None:
+    engine, wrong = stoppable
+    generation = engine.generate(A, max_tokens=50, stop_at_end=False)
+    next(generation)
+    generation.close()
+    assert list(generation) == []
+    assert generation.result.stop == "cancelled"
+    assert not wrong()
+    generation = engine.generate(A, max_tokens=50, stop_at_end=False)
+    next(generation)
+    engine.cancel()
+    assert list(generation) == []
+    assert not wrong()
+    assert generation.result.stop == "cancelled"
+
+
+# ---- closing --------------------------------------------------------------------------------------
+
+
+def test_closing_gives_everything_back(tiny: Tiny, open_engine: OpenEngine) -> None:
+    path = tiny("qwen3moe", "Q8_0", shards=3)
+    with open_engine(path) as warm:
+        ids(warm, A)
+    threads, fds = tasks(), set(os.listdir("/proc/self/fd"))
+    engine = open_engine(path, io_threads=5)
+    ids(engine, A)
+    assert tasks() >= threads + 5
+    engine.close()
+    assert tasks() == threads
+    assert set(os.listdir("/proc/self/fd")) == fds
+    assert path.parent.name not in Path("/proc/self/maps").read_text()
+    engine.close()
+
+
+def test_a_refused_opening_gives_everything_back(tiny: Tiny) -> None:
+    path = tiny("qwen3moe", "Q8_0")
+    threads, fds = tasks(), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(bmoe.UsageError):
+        bmoe.Engine.open(path, n_expert_used=9, threads=1)
+    with pytest.raises(bmoe.MemoryBudgetError):
+        bmoe.Engine.open(path, cache_mb=1, threads=1)
+    assert tasks() == threads
+    assert set(os.listdir("/proc/self/fd")) == fds
+    assert path.name not in Path("/proc/self/maps").read_text()
+
+
+def test_closing_inside_a_generation(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0"), "few", overlap=True)
+    generation = engine.generate(A, max_tokens=50, stop_at_end=False)
+    for token in generation:
+        if token.index == 3:
+            engine.close()
+    assert len(generation.result.token_ids) == 4
+    engine.close()
+
+
+def test_closing_from_another_thread_ends_what_runs(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0"), "few", overlap=True, ctx=2048)
+    generation = engine.generate(A, max_tokens=100_000, stop_at_end=False)
+    next(generation)
+    thread = threading.Thread(target=lambda: list(generation))
+    thread.start()
+    time.sleep(0.02)
+    engine.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert generation.result.stop == "cancelled"
+
+
+def test_a_closed_engine_says_so(tiny: Tiny) -> None:
+    """In a process of its own: what it must not do is to touch a model that has been freed."""
+    code = """
+import sys, bmoe
+engine = bmoe.Engine.open(sys.argv[1], cache_mb=0, threads=1)
+engine.close()
+for call in (lambda: engine.generate([1, 2, 3]), lambda: engine.generate("text"), lambda: engine.tokenize("text")):
+    try:
+        call()
+    except bmoe.BmoeError as e:
+        print(e)
+engine.cancel()
+print(engine.counters().bytes, engine.resident_bytes)
+"""
+    run = [sys.executable, "-c", code, str(tiny("qwen3moe", "Q8_0"))]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    *messages, last = done.stdout.splitlines()
+    assert len(messages) == 3
+    assert all("closed" in message for message in messages)
+    assert last == "0 0"
