@@ -6,7 +6,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent
-FLAGS = ["-O3", "-fno-strict-aliasing", "-Wno-unused-function"]
+FLAGS = ["-O3", "-D_GNU_SOURCE", "-fno-strict-aliasing", "-Wno-unused-function"]
 
 
 def extension(name: str) -> Extension:

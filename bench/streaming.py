@@ -229,8 +229,8 @@ def report(found: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
             "of_resident": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
             "prefill_of_resident": prefill, "load_s": statistics.median(r["load_s"] for r, _ in ok),
         }  # fmt: skip
-        for key in ("mib_per_token", "hit_rate", "stall_ms", "plan_ms", "cpu_ms", "python_ms", "disk_mib_s", "cpu_us_per_mib",
-                    "open_disk_mib", "dense_mib", "prefill_mib", "budget_mib"):  # fmt: skip
+        for key in ("mib_per_token", "hit_rate", "stall_ms", "plan_ms", "cpu_ms", "python_ms", "disk_mib_s",
+                    "cpu_us_per_mib", "open_disk_mib", "dense_mib", "prefill_mib", "budget_mib"):  # fmt: skip
             values = [r[key] for r, _ in ok if r.get(key) is not None]
             row[key] = statistics.median(values) if values else None
         base_s = 1 / statistics.median(resident.speed())

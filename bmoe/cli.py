@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__, chat, demo, report
+from . import __version__, chat, demo, llama, report
 from .config import (
     DEFAULT_CONTEXT,
     DEFAULT_LANES,
@@ -121,16 +122,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 1 for a failure, 2 for usage, 130 after Ctrl-C."""
-    _prepare_streams()
-    _prepare_interrupt()
     try:
+        _prepare_streams()
+        _prepare_interrupt()
         return run(build_parser().parse_args(argv))
     except BmoeError as e:
         _say(f"bmoe: {_one_line(str(e))}")
         return e.exit_code
     except KeyboardInterrupt:
         _say("bmoe: interrupted")
-        return INTERRUPTED
+        return _interrupted()
 
 
 def _prepare_streams() -> None:
@@ -158,6 +159,14 @@ def _prepare_interrupt() -> None:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+
+
+def _interrupted() -> int:
+    """The exit code of an interrupted run; what is left to do takes no more interrupts."""
+    if threading.current_thread() is threading.main_thread():
+        # Python's exit would make one the death of the process.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return INTERRUPTED
 
 
 def _one_line(text: str) -> str:
@@ -197,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
     if bundled:
         how = "greedy" if sampling.greedy else f"sampling at temperature {sampling.temp} with seed {sampling.seed}"
         say(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
+    llama.exit_on_abort()
     with ProgressView(enabled=not args.quiet) as view:
         engine = Engine.open(args.model, progress=view.update, **settings)
     with engine:
@@ -234,15 +244,14 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
     finally:
         generation.close()
     result.stop = stop if code else result.stop
-    with contextlib.suppress(_OutputError):
-        _write("\n")
+    _end_text(patient=code != INTERRUPTED)
     for line in report.summary_lines(engine, result):
         say(line)
     if args.metrics_json:
         report.write_json(args.metrics_json, report.metrics(engine, result, sampling))
     if failure:
         raise BmoeError(failure)
-    return code
+    return _interrupted() if code == INTERRUPTED else code
 
 
 def _say(line: str) -> None:
@@ -264,12 +273,26 @@ def _write(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        _drop_stdout()
+        raise
     except OSError as e:
-        # What is still buffered would fail again at exit.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        _drop_stdout()
         raise _OutputError("" if e.errno == errno.EPIPE else f"standard output: {e.strerror}") from None
+
+
+def _drop_stdout() -> None:
+    """Sends what is still buffered nowhere: it would fail, or block, again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _end_text(patient: bool) -> None:
+    """Ends the text with a line break; not `patient`: only where that cannot block."""
+    with contextlib.suppress(_OutputError, OSError, ValueError):
+        if patient or select.select([], [sys.stdout], [], 0)[1]:
+            _write("\n")
 
 
 def read_prompt(args: argparse.Namespace) -> str:

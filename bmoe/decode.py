@@ -253,7 +253,7 @@ class Generation:
 
     def _prefill(self, ids: list[int], done: int, cause: str = "prefill") -> None:
         engine = self._engine
-        step = min(engine.config.ubatch, engine.context.n_ctx)
+        step = engine.context.n_batch
         whole = len(ids) - done
         for at in range(done, len(ids), step):
             engine.report_progress("prefill", at - done, whole)

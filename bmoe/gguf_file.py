@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import llama
+from . import gguf_header
 from .errors import ModelError
 
 PAGE = 4096
@@ -82,7 +82,7 @@ class ModelFile:
     header: bytes
     virtual_size: int
     tensors: tuple[Tensor, ...]
-    keys: dict[str, llama.Value]
+    keys: dict[str, gguf_header.Value]
 
     @property
     def arch(self) -> str:
@@ -107,7 +107,7 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
     first = Path(path)
     _check_magic(first)
     with ExitStack() as stack:
-        header = stack.enter_context(llama.GgufHeader(str(first)))
+        header = stack.enter_context(gguf_header.GgufHeader(str(first)))
         keys = header.scalars()
         count = _whole_number(keys, "split.count", first)
         paths = _shard_paths(first, _whole_number(keys, "split.no", first), count) if count > 1 else [first]
@@ -120,7 +120,7 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
         headers = [header]
         for i, shard in enumerate(paths[1:], 1):
             _check_magic(shard)
-            headers.append(stack.enter_context(llama.GgufHeader(str(shard))))
+            headers.append(stack.enter_context(gguf_header.GgufHeader(str(shard))))
             _check_shard(headers[i], i, count, shard)
         tensors = [t for i, h in enumerate(headers) for t in _tensors(h, i)]
         _check_whole(tensors, keys, first)
@@ -145,14 +145,14 @@ def _check_magic(path: Path) -> None:
         raise ModelError(f"{path}: not a GGUF file (it starts with {magic!r}); convert the model with llama.cpp first")
 
 
-def _whole_number(keys: dict[str, llama.Value], key: str, path: Path) -> int:
+def _whole_number(keys: dict[str, gguf_header.Value], key: str, path: Path) -> int:
     value = keys.get(key, 0)
     if not isinstance(value, int):
         raise ModelError(f"{path}: damaged header: key {key} is {value!r}, not a whole number")
     return value
 
 
-def _check_keys(keys: dict[str, llama.Value], path: Path) -> None:
+def _check_keys(keys: dict[str, gguf_header.Value], path: Path) -> None:
     """Refuses what is no language model, and values that llama.cpp takes on trust and dies or hangs of."""
     kind = keys.get("general.type", "model")
     if kind in _KINDS:
@@ -177,7 +177,7 @@ def _check_keys(keys: dict[str, llama.Value], path: Path) -> None:
             raise ModelError(f"{path}: damaged header: key {key} is {value}; download or copy the file again")
 
 
-def _tensors(header: llama.GgufHeader, file: int) -> list[Tensor]:
+def _tensors(header: gguf_header.GgufHeader, file: int) -> list[Tensor]:
     size = os.path.getsize(header.path)
     base = header.data_offset
     try:
@@ -214,7 +214,7 @@ def _shard_paths(first: Path, number: int, count: int) -> list[Path]:
     return paths
 
 
-def _check_shard(header: llama.GgufHeader, index: int, count: int, path: Path) -> None:
+def _check_shard(header: gguf_header.GgufHeader, index: int, count: int, path: Path) -> None:
     keys = header.scalars()
     number = _whole_number(keys, "split.no", path)
     if "split.no" not in keys or number != index or keys.get("split.count") != count:
@@ -222,7 +222,7 @@ def _check_shard(header: llama.GgufHeader, index: int, count: int, path: Path) -
         raise ModelError(f"{path}: foreign file: its header says {says}, expected shard {index + 1} of {count}")
 
 
-def _check_whole(tensors: Iterable[Tensor], keys: dict[str, llama.Value], first: Path) -> None:
+def _check_whole(tensors: Iterable[Tensor], keys: dict[str, gguf_header.Value], first: Path) -> None:
     names = [t.name for t in tensors]
     expected = keys.get("split.tensors.count")
     if expected is not None and len(names) != expected:

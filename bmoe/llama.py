@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,13 @@ def check(installed: str | None = None) -> None:
         C = bindings
 
 
-class _GgufInitParams(ctypes.Structure):
+def lib() -> Any:
+    """The library's functions that the bindings leave out, with their signatures."""
+    return _lib
+
+
+class GgufInitParams(ctypes.Structure):
+    # gguf_init_params
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p))]
 
 
@@ -77,7 +83,7 @@ def _bind(path: str) -> ctypes.CDLL:
         # Two calls of every decoded token, with cheaper signatures than the bindings have.
         "llama_get_logits_ith": (p, [p, ctypes.c_int32]),
         "llama_token_to_piece": (ctypes.c_int32, [p, ctypes.c_int32, p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool]),
-        "gguf_init_from_file": (p, [s, _GgufInitParams]),
+        "gguf_init_from_file": (p, [s, GgufInitParams]),
         "gguf_init_empty": (p, []),
         "gguf_free": (None, [p]),
         "gguf_get_data_offset": (n, [p]),
@@ -126,24 +132,22 @@ def _quiet() -> None:
 
 @contextlib.contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """Collects what llama.cpp logs inside the block, then gives the log back to who had it.
+    """Collects what llama.cpp logs inside the block: the messages are there after it. Then who had the log has it back.
 
     One block at a time in a process: the log is global.
     """
     lines: list[str] = []
-
-    @C.llama_log_callback  # type: ignore[untyped-decorator]
-    def callback(level: int, text: bytes, user_data: Any) -> None:
-        lines.append(text.decode("utf-8", "replace"))
-
     with _log_lock:
-        before, before_data = C.llama_log_callback(), ctypes.c_void_p()
-        C.llama_log_get(ctypes.byref(before), ctypes.byref(before_data))
-        C.llama_log_set(callback, ctypes.c_void_p(0))
+        _ggml.capture_log()
         try:
             yield lines
         finally:
-            C.llama_log_set(before, before_data)
+            lines += _ggml.release_log().decode("utf-8", "replace").split("\0")
+
+
+def first_complaint(lines: list[str]) -> str:
+    """The first complaint of the GGUF parser: those after it only say that it gave up."""
+    return next((re.sub(r"^\w+: ", "", line.strip()) for line in lines if line.strip()), "no reason given")
 
 
 def _reason(lines: list[str]) -> str:
@@ -153,104 +157,6 @@ def _reason(lines: list[str]) -> str:
         if "error" in text.lower() and not text.endswith("failed to load model"):
             return re.sub(r"^\w+: ", "", text)
     return next((line.strip() for line in reversed(lines) if "fail" in line.lower()), "no reason given")
-
-
-# ---- GGUF -----------------------------------------------------------------------------------------
-
-_SCALARS: dict[int, Any] = {
-    0: ctypes.c_uint8, 1: ctypes.c_int8, 2: ctypes.c_uint16, 3: ctypes.c_int16, 4: ctypes.c_uint32,
-    5: ctypes.c_int32, 6: ctypes.c_float, 7: ctypes.c_bool, 10: ctypes.c_uint64, 11: ctypes.c_int64,
-    12: ctypes.c_double,
-}  # fmt: skip
-_STRING = 8
-
-Value = int | float | bool | str
-
-
-class GgufTensor(NamedTuple):
-    """One tensor as a GGUF header lists it: `offset` from the start of the data section, bytes."""
-
-    name: str
-    type: int
-    shape: tuple[int, int, int, int]
-    offset: int
-    nbytes: int
-
-
-class GgufHeader:
-    """The parsed header of one GGUF file; a context manager, since llama.cpp's parser owns memory.
-
-    Raises ModelError where the file is no GGUF or its header is damaged.
-    """
-
-    def __init__(self, path: str) -> None:
-        check()
-        self.path = path
-        self._ggml = ctypes.c_void_p()
-        with captured_log() as log:
-            self._ctx = _lib.gguf_init_from_file(os.fsencode(path), _GgufInitParams(True, ctypes.pointer(self._ggml)))
-        if not self._ctx:
-            raise ModelError(f"{path}: damaged or truncated GGUF header: {_reason(log)}")
-
-    def __enter__(self) -> GgufHeader:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._ctx:
-            _lib.gguf_free(self._ctx)
-            _lib.ggml_free(self._ggml)
-            self._ctx = None
-
-    @property
-    def data_offset(self) -> int:
-        """Bytes before the data section."""
-        return int(_lib.gguf_get_data_offset(self._ctx))
-
-    def tensors(self) -> list[GgufTensor]:
-        """The directory, in file order."""
-        g, ctx = _lib, self._ctx
-        return [
-            GgufTensor(
-                g.gguf_get_tensor_name(ctx, i).decode(),
-                g.gguf_get_tensor_type(ctx, i),
-                tuple(g.gguf_get_tensor_ne(ctx, i)[:4]),
-                g.gguf_get_tensor_offset(ctx, i),
-                g.gguf_get_tensor_size(ctx, i),
-            )
-            for i in range(g.gguf_get_n_tensors(ctx))
-        ]
-
-    def scalars(self) -> dict[str, Value]:
-        """Every key whose value is a number, a boolean or a string."""
-        g, ctx = _lib, self._ctx
-        found: dict[str, Value] = {}
-        for i in range(g.gguf_get_n_kv(ctx)):
-            kind = g.gguf_get_kv_type(ctx, i)
-            key = g.gguf_get_key(ctx, i).decode("utf-8", "replace")
-            if kind == _STRING:
-                found[key] = (g.gguf_get_val_str(ctx, i) or b"").decode("utf-8", "replace")
-            elif kind in _SCALARS:
-                found[key] = ctypes.cast(g.gguf_get_val_data(ctx, i), ctypes.POINTER(_SCALARS[kind]))[0]
-        return found
-
-    def merged_with(self, others: list[GgufHeader]) -> bytes:
-        """The header of one file that holds the tensors of this shard and then of `others`, without split keys."""
-        g = _lib
-        whole = g.gguf_init_empty()
-        try:
-            g.gguf_set_kv(whole, self._ctx)
-            for key in (b"split.no", b"split.count", b"split.tensors.count"):
-                g.gguf_remove_key(whole, key)
-            for shard in (self, *others):
-                tensor = g.ggml_get_first_tensor(shard._ggml)
-                while tensor:
-                    g.gguf_add_tensor(whole, tensor)
-                    tensor = g.ggml_get_next_tensor(shard._ggml, tensor)
-            buffer = ctypes.create_string_buffer(g.gguf_get_meta_size(whole))
-            g.gguf_get_meta_data(whole, buffer)
-            return buffer.raw
-        finally:
-            g.gguf_free(whole)
 
 
 # ---- model ----------------------------------------------------------------------------------------
@@ -280,6 +186,21 @@ class Model:
             C.llama_model_free(self.handle)
             self.handle = None
             self.host.close()
+
+
+def exit_on_abort() -> None:
+    """For programs: a failed assertion inside llama.cpp ends the process with one line and exit code 1."""
+    check()
+    _ggml.exit_on_abort()
+
+
+@contextlib.contextmanager
+def _abort_context(name: str) -> Iterator[None]:
+    _ggml.abort_context(os.fsencode(f"{name}: "))
+    try:
+        yield
+    finally:
+        _ggml.abort_context(b"")
 
 
 class _BuftOverride(ctypes.Structure):
@@ -320,7 +241,7 @@ def load_model(
         kv[len(overrides)].key = b""
         params.kv_overrides = kv
         keep.append(kv)
-    with captured_log() as log:
+    with captured_log() as log, _abort_context(name):
         handle = C.llama_model_load_from_file_ptr(ctypes.c_void_p(host.file_pointer), params)
     if not handle:
         host.close()
@@ -387,6 +308,7 @@ class Context:
         self.model = model
         self.buffers = self._sizes(log)
         self.n_ctx = int(C.llama_n_ctx(self.handle))
+        self.n_batch = int(C.llama_n_batch(self.handle))
         self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
         self._memory = C.llama_get_memory(self.handle)
         self.recurrent = bool(C.llama_model_is_recurrent(model.handle) or C.llama_model_is_hybrid(model.handle))

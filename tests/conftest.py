@@ -58,6 +58,15 @@ def resident() -> Resident:
     return run
 
 
+def direct_works(path: Path) -> bool:
+    """Whether the file system takes O_DIRECT at all."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 def budget(path: Path, cache: Cache) -> int:
     """Bytes of cache, ring included, with which `cache` holds for the experts of the model at `path`."""
     file = gguf_file.open_model_file(path)

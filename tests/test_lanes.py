@@ -6,12 +6,13 @@ import ctypes
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import OpenEngine, Resident, Tiny
+from conftest import OpenEngine, Resident, Tiny, direct_works
 from reference import differences, drive, prompt_ids
 
 import bmoe
@@ -49,14 +50,6 @@ def region() -> Iterator[_mem.Region]:
 
 def memory(region: _mem.Region, at: int, n: int) -> bytes:
     return ctypes.string_at(region.address + at, n)
-
-
-def direct_works(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        return False
-    return True
 
 
 def windows_of(data: bytes, region: _mem.Region, n: int, seed: int = 0) -> tuple[list[Window], list[tuple[int, bytes]]]:
@@ -113,6 +106,27 @@ def test_more_windows_than_the_queue_holds(file: Path, data: bytes, region: _mem
     assert all(memory(region, i * PAGE, PAGE) == data[o : o + PAGE] for i, o in enumerate(offsets))
     assert lanes.counters()[0] == (700 + n) * PAGE
     lanes.close()
+
+
+def test_the_queue_grows_with_what_waits_in_it(tmp_path: Path) -> None:
+    """A graph queues on while its lanes are busy; here another thread does."""
+    page_of = [i.to_bytes(4, "little") * (PAGE // 4) for i in range(2000)]
+    path = tmp_path / "pages.bin"
+    path.write_bytes(b"".join(page_of))
+    region = _mem.Region(2000 * PAGE)
+    lanes = Lanes([str(path)], 1)
+
+    def read(pages: range) -> None:
+        lanes.read_windows([(0, i * PAGE, PAGE, PAGE, region.address + i * PAGE) for i in pages])
+
+    threads = [threading.Thread(target=read, args=(range(at, at + 1000),)) for at in (0, 1000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(memory(region, i * PAGE, PAGE) == page for i, page in enumerate(page_of))
+    lanes.close()
+    region.close()
 
 
 def test_several_files(tmp_path: Path, region: _mem.Region) -> None:

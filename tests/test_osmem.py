@@ -209,9 +209,7 @@ def test_v2_own_cgroup_and_every_ancestor_count(machine: Machine) -> None:
     ("max_", "high", "limit"),
     [("500", "max", 500), ("max", "400", 400), ("500", "400", 400), ("400", "500", 400), ("0", "max", 0)],
 )
-def test_v2_the_lower_of_max_and_high_is_the_limit(
-    machine: Machine, max_: str, high: str, limit: int
-) -> None:
+def test_v2_the_lower_of_max_and_high_is_the_limit(machine: Machine, max_: str, high: str, limit: int) -> None:
     machine.own("0::/a")
     machine.mount("cgroup2", "/sys/fs/cgroup")
     machine.v2("sys/fs/cgroup/a", max_, high=high)
@@ -275,9 +273,7 @@ def test_a_container_that_sees_its_own_cgroup_at_the_mounts_root(machine: Machin
         ("/../../f00", "/"),  # moved out of its namespace
     ],
 )
-def test_where_root_and_path_do_not_match_the_mounts_top_counts(
-    machine: Machine, own: str, root: str
-) -> None:
+def test_where_root_and_path_do_not_match_the_mounts_top_counts(machine: Machine, own: str, root: str) -> None:
     machine.v2("sys/f00", "1")  # where a naive join of "/../../f00" would look
     machine.v2("sys/fs/cgroup/f00", "1")  # and a naive prefix
     machine.own(f"0::{own}")
@@ -316,9 +312,7 @@ def test_a_cgroup_namespace_with_the_hosts_mount_finds_the_cgroup_that_holds_us(
             machine.v2(directory, "1")
             machine.write(f"{directory}/cgroup.procs", "12345\n")
     machine.write("/".join(["sys/fs/cgroup", *path, "cgroup.procs"]), "77\n1234\n")
-    assert machine.found() == [
-        ("/" + "/".join(path[:depth]), 2, depth * MiB) for depth in range(len(path), 0, -1)
-    ]
+    assert machine.found() == [("/" + "/".join(path[:depth]), 2, depth * MiB) for depth in range(len(path), 0, -1)]
 
 
 def test_a_path_below_a_root_above_the_namespace_is_taken_literally(machine: Machine) -> None:

@@ -32,9 +32,7 @@ def capped(limit_mb: int, usage_mb: int = 0, facts: MemoryFacts = SERVER) -> Mem
     return replace(facts, limits=(CgroupLimit("/x", 1, limit_mb * MiB, usage_mb * MiB, 0),))
 
 
-def refusal(
-    request: CacheRequest, facts: MemoryFacts, sizes: ModelSizes = QWEN, already_resident: int = 0
-) -> str:
+def refusal(request: CacheRequest, facts: MemoryFacts, sizes: ModelSizes = QWEN, already_resident: int = 0) -> str:
     with pytest.raises(MemoryBudgetError) as caught:
         decide(request, sizes, facts, already_resident)
     assert "\n" not in str(caught.value)
@@ -252,9 +250,7 @@ def machines(draw: st.DrawFn) -> MemoryFacts:
     total = draw(st.integers(1, 64000 * MiB))
     limits = draw(
         st.lists(
-            st.builds(
-                CgroupLimit, st.just("/x"), st.just(2), st.integers(1, 1 << 40), some_bytes, some_bytes
-            ),
+            st.builds(CgroupLimit, st.just("/x"), st.just(2), st.integers(1, 1 << 40), some_bytes, some_bytes),
             max_size=3,
         )
     )
@@ -356,9 +352,7 @@ def test_the_number_that_a_refusal_names_is_granted(
 
 @relaxed
 @given(requests, models(), machines(), some_bytes)
-def test_the_printed_line_adds_up(
-    request: CacheRequest, sizes: ModelSizes, facts: MemoryFacts, resident: int
-) -> None:
+def test_the_printed_line_adds_up(request: CacheRequest, sizes: ModelSizes, facts: MemoryFacts, resident: int) -> None:
     try:
         decision = decide(request, sizes, facts, resident)
     except MemoryBudgetError:

@@ -18,7 +18,7 @@ N = 40
 
 
 class Scripted:
-    """Drafts the tokens of `answer`, `size` at a time, every fourth draft wrong, from its second token on if it has one."""
+    """Drafts the tokens of `answer`, `size` at a time, every fourth wrong, from its second token if it has one."""
 
     name = "scripted"
 

@@ -136,8 +136,6 @@ def test_the_seed_decides_the_file(tmp_path: Path) -> None:
         ("llama", "F32", {"n_layer": 1}),
     ],
 )
-def test_what_cannot_be_written_is_refused(
-    tmp_path: Path, arch: str, quant: str, options: dict[str, Any]
-) -> None:
+def test_what_cannot_be_written_is_refused(tmp_path: Path, arch: str, quant: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         write_tiny(tmp_path / "m.gguf", arch, quant, **options)
