@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,11 @@ def open_engine() -> Iterator[OpenEngine]:
     for engine in opened:
         if engine.cache is not None:
             engine.cache.check()
+
+
+def in_a_process(code: str, path: Path) -> list[str]:
+    """What `code` prints, with `path` in sys.argv[1]: for what must not hang, nor touch a model that was freed."""
+    run = [sys.executable, "-c", "import sys, bmoe\n" + code, str(path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout.splitlines()
