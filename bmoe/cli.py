@@ -129,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BmoeError as e:
         _say(f"bmoe: {_one_line(str(e))}")
         return e.exit_code
+    except MemoryError:
+        _say("bmoe: out of memory: use a smaller --cache-mb, or a smaller -c")
+        return BmoeError.exit_code
     except KeyboardInterrupt:
         _say("bmoe: interrupted")
         return _interrupted()

@@ -59,6 +59,7 @@ class Generation:
         self.result.spec.type = engine.drafter.name
         self.running = True
         self._lock = threading.Lock()
+        self._stepper = 0  # the thread that is inside `next`
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
@@ -72,7 +73,11 @@ class Generation:
 
     def __next__(self) -> Token:
         with self._lock:
-            return next(self._steps)
+            self._stepper = threading.get_ident()
+            try:
+                return next(self._steps)
+            finally:
+                self._stepper = 0
 
     @property
     def stepping(self) -> bool:
@@ -81,6 +86,8 @@ class Generation:
 
     def close(self) -> None:
         """Ends it where it is; from another thread, after stopping the step that runs."""
+        if self._stepper == threading.get_ident():
+            raise BmoeError("a generation cannot be closed from inside one of its own steps: use cancel()")
         if self.running and not self._lock.acquire(blocking=False):
             self._engine.cancel()
             self._lock.acquire()

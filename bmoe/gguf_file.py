@@ -162,6 +162,7 @@ def _check_keys(keys: dict[str, gguf_header.Value], path: Path) -> None:
         raise ModelError(f"{path}: the header has no key general.architecture; this is no model that llama.cpp runs")
     if keys.get("tokenizer.ggml.model") in ("none", "no_vocab"):
         raise ModelError(f"{path}: the file has no vocabulary (key tokenizer.ggml.model); convert the model with one")
+    latent = f"{arch}.attention.kv_lora_rank" in keys  # such a model can do without rope
     for key, value in keys.items():
         name = key.removeprefix(f"{arch}.")
         if name == key or isinstance(value, str):
@@ -171,8 +172,7 @@ def _check_keys(keys: dict[str, gguf_header.Value], path: Path) -> None:
             or (isinstance(value, int) and not 0 <= value < 1 << 31)
             or (name.endswith("epsilon") and not 0 <= value < 1)
             or (name == "full_attention_interval" and value < 1)
-            or (name.startswith("rope.dimension_count") and value % 2)
-            or (name == "rope.dimension_count_swa" and value == 0)
+            or (name.startswith("rope.dimension_count") and (value % 2 or not (value or latent)))
         ):
             raise ModelError(f"{path}: damaged header: key {key} is {value}; download or copy the file again")
 

@@ -271,6 +271,7 @@ GATE = "blk.0.ffn_gate_exps.weight"
         (put(f"{ARCH}.attention.layer_norm_rms_epsilon", -1.0), "layer_norm_rms_epsilon is -1.0"),
         (put(f"{ARCH}.attention.layer_norm_rms_epsilon", float("nan")), "layer_norm_rms_epsilon is nan"),
         (put(f"{ARCH}.rope.dimension_count", 7), f"key {ARCH}.rope.dimension_count is 7"),
+        (put(f"{ARCH}.rope.dimension_count", 0), f"key {ARCH}.rope.dimension_count is 0"),
         (put("split.count", "many"), "key split.count is 'many'"),
         (put("split.count", 1 << 31), "so the name must end in"),
         (drop("tokenizer.ggml.model"), "tokenizer.ggml.model"),
