@@ -24,6 +24,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int MADV_RANDOM
     int MADV_DONTNEED
     int MADV_WILLNEED
+    int MADV_NORMAL
 
 cdef extern from "<malloc.h>" nogil:
     int malloc_trim(size_t pad)
@@ -114,8 +115,10 @@ cdef class FileMap:
         cdef uintptr_t start = (self.address + offset) & ~<uintptr_t>4095
         cdef size_t n = self.address + offset + nbytes - start
         with nogil:
-            if madvise(<void *>start, n, POPULATE_READ):
-                madvise(<void *>start, n, MADV_WILLNEED)
+            # With MADV_RANDOM left on, the kernel would read page by page: 20 times as long.
+            madvise(<void *>start, n, MADV_NORMAL)
+            madvise(<void *>start, n, MADV_WILLNEED)
+            madvise(<void *>start, n, POPULATE_READ)
 
     def close(self):
         if self.base != NULL:
