@@ -66,7 +66,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
         args.model, overlap=True, cache_mb=args.cache_mb, ctx=args.ctx, threads=args.threads, draft=longest,
         force_cache=True, rs_snapshots=64,
     ) as engine:  # fmt: skip
-        for text in texts.all_texts(args.chars):
+        for text in (t for t in texts.all_texts(args.chars) if not args.texts or t.name in args.texts):
             prompt = engine.tokenize(text.prompt)
             script = engine.tokenize(text.answer)[: args.tokens]
             for kind, forced in (("scripted", script), ("free", None)):
@@ -193,6 +193,7 @@ def main() -> int:
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--cells", type=lambda s: s.split(";"), default=list(CELLS), help="separated by ;")
+    p.add_argument("--texts", nargs="*", help="only these texts")
     p.add_argument("--free", nargs="*", default=["copy", "prose"], help="texts also run as free greedy text")
     p.add_argument("--widths", action="store_true", help="the cost of a verify batch of 1 to 64 positions")
     p.add_argument("--json", type=Path)
