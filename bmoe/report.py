@@ -76,7 +76,7 @@ def split_line(result: GenerationResult) -> str:
     again = sum(split.rereads.values())
     return (
         f"flash split: of {split.total / MiB:.1f} MiB streamed: {', '.join(parts) or 'nothing'}; "
-        f"{again / MiB:.1f} of it had been in the cache before"
+        f"{again / MiB:.1f} of it had been read before"
     )
 
 
