@@ -199,7 +199,8 @@ class Engine:
         pool = _mem.Region(max(plan.total_bytes, 1))
         stack.callback(pool.close)
         stack.callback(_Populate(pool).stop)
-        stack.callback(self.streamer.reset, False)  # no read may be under way when the pool goes
+        # No read may be under way when the pool goes: the lanes are joined before it.
+        stack.callback(self.lanes.close)
         cache = _cache.ExpertCache([la.n_expert for la in layers], list(plan.layer_class), list(plan.class_slots))
         bases, first, address = [], 0, pool.address
         for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):

@@ -142,8 +142,8 @@ cdef void *_lane(void *arg) noexcept nogil:
         pthread_mutex_unlock(&p.lock)
         if p.sabotage == 1:
             _finish(p, &r)
-            bm_add(r.pending, 1)
-            bm_add(&p.in_flight, 1)
+            _do_read(p, &r)
+            continue
         _do_read(p, &r)
         _finish(p, &r)
 
@@ -281,6 +281,8 @@ cdef class Lanes:
         cdef int n = len(windows), i
         cdef int pending = n
         cdef Read *reads
+        if not self.pool.n_lanes:
+            raise ReadError("the read lanes are closed")
         if not n:
             return
         reads = <Read *>malloc(sizeof(Read) * n)
