@@ -19,7 +19,6 @@ from cli_process import environment, start
 
 import bmoe
 
-WITHIN_S = 1.0
 INTERRUPTED = 130
 # One token of it takes a few milliseconds, most of that reading.
 SLOW = {"n_layer": 4, "n_expert": 32, "n_used": 4, "n_embd": 256, "n_ff": 256}
@@ -36,6 +35,14 @@ def moe(tiny: Any) -> Path:
 @pytest.fixture(scope="module")
 def dense(tiny: Any) -> Path:
     return tiny("llama", "Q8_0", n_layer=8, n_embd=512, n_ff=1024)
+
+
+def within_s() -> float:
+    """The second that an interrupted run has, or as much of the clock as this busy machine gives for it."""
+    wall, cpu = time.monotonic(), time.thread_time()
+    while time.thread_time() - cpu < 0.1:
+        pass
+    return max(1.0, (time.monotonic() - wall) / 0.1)
 
 
 def interruptible() -> None:
@@ -75,7 +82,7 @@ def check(process: subprocess.Popen[bytes], err: str, seconds: float, metrics: P
     assert "ignored" not in err
     assert err.count("stopped: interrupted") == 1, err
     assert "\nmoe-stream: " in err or "dense" in str(process.args)
-    assert seconds < WITHIN_S
+    assert seconds < within_s()
     assert os.listdir(metrics.parent) == [metrics.name]
     data = json.loads(metrics.read_text())
     assert data["stop"] == "interrupted"
@@ -147,7 +154,7 @@ def test_a_terminal_that_reads_no_more(moe: Path) -> None:
     os.close(ours)
     assert process.returncode == INTERRUPTED
     assert "stopped: interrupted" in err
-    assert seconds < WITHIN_S
+    assert seconds < within_s()
 
 
 def test_terminated(moe: Path) -> None:
@@ -157,7 +164,7 @@ def test_terminated(moe: Path) -> None:
     _, err, seconds = end(process, number=signal.SIGTERM)
     assert process.returncode == -signal.SIGTERM
     assert "Traceback" not in err
-    assert seconds < WITHIN_S
+    assert seconds < within_s()
 
 
 def test_a_run_that_ignores_it(moe: Path) -> None:
@@ -210,7 +217,7 @@ def test_while_opening(moe: Path) -> None:
     assert done.returncode == 0, done.stderr
     ends = [line.split() for line in done.stdout.splitlines() if line]
     assert [code for code, _ in ends] == [str(INTERRUPTED)] * 24, done.stderr
-    assert max(float(seconds) for _, seconds in ends) < WITHIN_S
+    assert max(float(seconds) for _, seconds in ends) < within_s()
     assert set(done.stderr.splitlines()) <= {"bmoe: interrupted"}
 
 
