@@ -9,17 +9,26 @@ with bmoe.Engine.open("model.gguf", overlap=True) as engine:
 
 from __future__ import annotations
 
-from importlib import metadata
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-try:
-    __version__ = metadata.version("bmoe")
-except metadata.PackageNotFoundError:  # a source tree that was built in place
-    __version__ = "0+unknown"
+if TYPE_CHECKING:
+    from .config import EngineConfig, Sampling
+    from .engine import Engine
+    from .errors import AbiError, BmoeError, MemoryBudgetError, ModelError, ReadError, UsageError
+    from .metrics import GenerationResult, StreamCounters, Token
 
-from .config import EngineConfig, Sampling
-from .engine import Engine
-from .errors import AbiError, BmoeError, MemoryBudgetError, ModelError, ReadError, UsageError
-from .metrics import GenerationResult, StreamCounters, Token
+    __version__: str
+
+# Loaded when first asked for: a program that only wants `python -m bmoe --version`, or is interrupted while it
+# starts, does not wait for llama.cpp's bindings.
+_HOMES = {
+    "config": ("EngineConfig", "Sampling"),
+    "engine": ("Engine",),
+    "errors": ("AbiError", "BmoeError", "MemoryBudgetError", "ModelError", "ReadError", "UsageError"),
+    "metrics": ("GenerationResult", "StreamCounters", "Token"),
+    "version": ("__version__",),
+}
 
 __all__ = [
     "AbiError",
@@ -36,3 +45,16 @@ __all__ = [
     "UsageError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f".{home}", __name__), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

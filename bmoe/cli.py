@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__, chat, demo, llama, report
+from . import chat, demo, llama, report
 from .config import (
     DEFAULT_CONTEXT,
     DEFAULT_LANES,
@@ -31,6 +31,7 @@ from .engine import Engine
 from .errors import BmoeError, UsageError
 from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
 from .terminal import ProgressView
+from .version import __version__
 from .weights import DENSE_MODES
 
 INTERRUPTED = 130
@@ -120,11 +121,14 @@ def build_parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 1 for a failure, 2 for usage, 130 after Ctrl-C."""
+def main(argv: Sequence[str] | None = None, *, take_interrupt: bool = False) -> int:
+    """Runs the command line; returns the exit code: 0, 1 for a failure, 2 for usage, 130 after Ctrl-C.
+
+    `take_interrupt`: Ctrl-C is this program's to handle, though no Python handler is set yet.
+    """
     try:
         _prepare_streams()
-        _prepare_interrupt()
+        _prepare_interrupt(take_interrupt)
         return run(build_parser().parse_args(argv))
     except BmoeError as e:
         _say(f"bmoe: {_one_line(str(e))}")
@@ -146,11 +150,11 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _prepare_interrupt() -> None:
+def _prepare_interrupt(ours: bool) -> None:
     """Makes one KeyboardInterrupt of an impatient series, so that the summary of the run is not cut off."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not ours and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return  # ignored on purpose (nohup), or somebody else's
     last = -_AGAIN_S
 

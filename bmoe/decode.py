@@ -60,6 +60,7 @@ class Generation:
         self.running = True
         self._lock = threading.Lock()
         self._stepper = 0  # the thread that is inside `next`
+        self._closing = False
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
@@ -73,6 +74,8 @@ class Generation:
 
     def __next__(self) -> Token:
         with self._lock:
+            if self._closing:
+                raise StopIteration
             self._stepper = threading.get_ident()
             try:
                 return next(self._steps)
@@ -88,17 +91,15 @@ class Generation:
         """Ends it where it is; from another thread, after stopping the step that runs."""
         if self._stepper == threading.get_ident():
             raise BmoeError("a generation cannot be closed from inside one of its own steps: use cancel()")
-        if self.running and not self._lock.acquire(blocking=False):
-            self._engine.cancel()
-            self._lock.acquire()
-        elif not self.running:
+        if not self.running:
             return
-        try:
+        self._closing = True
+        if self._lock.locked():
+            self._engine.cancel()
+        with self._lock:
             self._steps.close()
             self.result.stop = self.result.stop or "cancelled"
             self.running = False
-        finally:
-            self._lock.release()
 
     def _run(
         self, ids: list[int], max_tokens: int, sampling: Sampling, stop_at_end: bool
@@ -266,6 +267,8 @@ class Generation:
             engine.report_progress("prefill", at - done, whole)
             try:
                 self._decode(np.array(ids[at : at + step], np.int32))
+                if cause == "prefill":
+                    self.result.prefill_tokens = min(at + step, len(ids)) - done
             finally:
                 self._width = 0
                 total, again = engine.streamer.take_positions(1)
@@ -286,6 +289,13 @@ class Generation:
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())
             engine.in_step = True
+            if fault := engine.weights.fault():
+                engine.cached_ids.clear()
+                engine.context.clear()
+                raise ReadError(fault)
+            # A Ctrl-C that the graph's last nodes caught, too late to stop it.
+            if engine.streamer.abort_requested and (late := engine.streamer.take_interrupt()) is not None:
+                raise late
             return
         self._recover()
         interrupt = engine.streamer.take_interrupt()

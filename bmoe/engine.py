@@ -119,22 +119,24 @@ class Engine:
         n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
         n_ubatch = min(config.ubatch, n_ctx)
         longest = min(config.draft.longest(), n_ubatch - 1)
-        self.context = llama.Context(
-            model,
-            n_ctx=n_ctx,
-            n_ubatch=n_ubatch,
-            n_outputs=longest + 1,
-            n_snapshots=min(longest, config.rs_snapshots),
-            n_threads=n_threads,
-            eval_callback=hook.callback if layers else 0,
-            abort_callback=hook.abort_callback,
-            userdata=hook.userdata,
-        )
+        room = osmem.read_memory_facts().available()
+        with osmem.allocations_within(room):
+            self.context = llama.Context(
+                model,
+                n_ctx=n_ctx,
+                n_ubatch=n_ubatch,
+                n_outputs=longest + 1,
+                n_snapshots=min(longest, config.rs_snapshots),
+                n_threads=n_threads,
+                eval_callback=hook.callback if layers else 0,
+                abort_callback=hook.abort_callback,
+                userdata=hook.userdata,
+            )
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
         self.widest_draft = min(longest, self.context.n_snapshots) if self.context.recurrent else longest
         self.drafter = make_drafter(config.draft)
-        self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.number("expert_used_count")
+        self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.largest("expert_used_count")
         self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx)
         self.cache: _cache.ExpertCache | None = None
         self.decision: CacheDecision | None = None
@@ -149,6 +151,8 @@ class Engine:
             raise UsageError(f"--n-expert-used: {self.path} has no routed experts")
         if config.n_expert_used > n_expert:
             raise UsageError(f"--n-expert-used: {config.n_expert_used} is more than the model's {n_expert} experts")
+        if isinstance(self.file.keys.get(f"{self.arch}.expert_used_count"), tuple):
+            raise UsageError(f"--n-expert-used: {self.path} routes its own number of experts in each layer")
         return {f"{self.arch}.expert_used_count": config.n_expert_used}
 
     def _verify_direct(self, config: EngineConfig) -> None:
@@ -322,7 +326,11 @@ class _Populate:
     def __init__(self, region: _mem.Region) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(region,), name="bmoe-populate", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+            self._started = True
+        except RuntimeError:  # no thread to be had: pages then come as reads fill them
+            self._started = False
 
     def _run(self, region: _mem.Region) -> None:
         for at in range(0, region.size, _POPULATE_STEP):
@@ -331,4 +339,5 @@ class _Populate:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._started:
+            self._thread.join()

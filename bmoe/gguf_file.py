@@ -93,6 +93,11 @@ class ModelFile:
         value = self.keys.get(f"{self.arch}.{key}", default)
         return value if isinstance(value, int) else default
 
+    def largest(self, key: str) -> int:
+        """The integer at `<arch>.<key>`, the largest where each layer has its own; 0 where there is none."""
+        value = self.keys.get(f"{self.arch}.{key}", 0)
+        return max(value) if isinstance(value, tuple) else self.number(key)
+
     @property
     def file_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
@@ -108,7 +113,7 @@ def open_model_file(path: str | os.PathLike[str]) -> ModelFile:
     _check_magic(first)
     with ExitStack() as stack:
         header = stack.enter_context(gguf_header.GgufHeader(str(first)))
-        keys = header.scalars()
+        keys = header.values()
         count = _whole_number(keys, "split.count", first)
         paths = _shard_paths(first, _whole_number(keys, "split.no", first), count) if count > 1 else [first]
         _check_keys(keys, first)
@@ -165,7 +170,7 @@ def _check_keys(keys: dict[str, gguf_header.Value], path: Path) -> None:
     latent = f"{arch}.attention.kv_lora_rank" in keys  # such a model can do without rope
     for key, value in keys.items():
         name = key.removeprefix(f"{arch}.")
-        if name == key or isinstance(value, str):
+        if name == key or isinstance(value, (str, tuple)):
             continue
         if (
             value != value
@@ -215,7 +220,7 @@ def _shard_paths(first: Path, number: int, count: int) -> list[Path]:
 
 
 def _check_shard(header: gguf_header.GgufHeader, index: int, count: int, path: Path) -> None:
-    keys = header.scalars()
+    keys = header.values()
     number = _whole_number(keys, "split.no", path)
     if "split.no" not in keys or number != index or keys.get("split.count") != count:
         says = f"shard {number + 1} of {keys.get('split.count')}" if "split.no" in keys else "no shard"

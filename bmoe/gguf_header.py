@@ -14,9 +14,11 @@ _SCALARS: dict[int, Any] = {
     5: ctypes.c_int32, 6: ctypes.c_float, 7: ctypes.c_bool, 10: ctypes.c_uint64, 11: ctypes.c_int64,
     12: ctypes.c_double,
 }  # fmt: skip
-_STRING = 8
+_STRING, _ARRAY = 8, 9
+_INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
+_LONGEST = 4096  # of an array that is kept: one number per layer is wanted, a vocabulary is not
 
-Value = int | float | bool | str
+Value = int | float | bool | str | tuple[int, ...]
 
 
 class GgufTensor(NamedTuple):
@@ -74,8 +76,8 @@ class GgufHeader:
             for i in range(g.gguf_get_n_tensors(ctx))
         ]
 
-    def scalars(self) -> dict[str, Value]:
-        """Every key whose value is a number, a boolean or a string."""
+    def values(self) -> dict[str, Value]:
+        """Every key whose value is a number, a boolean, a string, or whole numbers by layer."""
         g, ctx = llama.lib(), self._ctx
         found: dict[str, Value] = {}
         for i in range(g.gguf_get_n_kv(ctx)):
@@ -85,6 +87,10 @@ class GgufHeader:
                 found[key] = (g.gguf_get_val_str(ctx, i) or b"").decode("utf-8", "replace")
             elif kind in _SCALARS:
                 found[key] = ctypes.cast(g.gguf_get_val_data(ctx, i), ctypes.POINTER(_SCALARS[kind]))[0]
+            elif kind == _ARRAY and (of := g.gguf_get_arr_type(ctx, i)) in _INTEGERS:
+                n = g.gguf_get_arr_n(ctx, i)
+                if 0 < n <= _LONGEST:
+                    found[key] = tuple(ctypes.cast(g.gguf_get_arr_data(ctx, i), ctypes.POINTER(_SCALARS[of]))[:n])
         return found
 
     def merged_with(self, others: list[GgufHeader]) -> bytes:

@@ -93,6 +93,9 @@ def _bind(path: str) -> ctypes.CDLL:
         "gguf_get_kv_type": (ctypes.c_int, [p, i]),
         "gguf_get_val_data": (p, [p, i]),
         "gguf_get_val_str": (s, [p, i]),
+        "gguf_get_arr_type": (ctypes.c_int, [p, i]),
+        "gguf_get_arr_n": (n, [p, i]),
+        "gguf_get_arr_data": (p, [p, i]),
         "gguf_get_n_tensors": (i, [p]),
         "gguf_get_tensor_offset": (n, [p, i]),
         "gguf_get_tensor_name": (s, [p, i]),
@@ -195,12 +198,14 @@ def exit_on_abort() -> None:
 
 
 @contextlib.contextmanager
-def _abort_context(name: str) -> Iterator[None]:
-    _ggml.abort_context(os.fsencode(f"{name}: "))
-    try:
-        yield
-    finally:
-        _ggml.abort_context(b"")
+def _watched() -> Iterator[list[str]]:
+    """`captured_log` around a call that catches C++ exceptions: a failed assertion inside becomes one of its errors."""
+    with captured_log() as log:
+        _ggml.throw_on_abort(True)
+        try:
+            yield log
+        finally:
+            _ggml.throw_on_abort(False)
 
 
 class _BuftOverride(ctypes.Structure):
@@ -241,7 +246,7 @@ def load_model(
         kv[len(overrides)].key = b""
         params.kv_overrides = kv
         keep.append(kv)
-    with captured_log() as log, _abort_context(name):
+    with _watched() as log:
         handle = C.llama_model_load_from_file_ptr(ctypes.c_void_p(host.file_pointer), params)
     if not handle:
         host.close()
@@ -301,10 +306,12 @@ class Context:
         if abort_callback:
             params.abort_callback = ctypes.cast(ctypes.c_void_p(abort_callback), C.ggml_abort_callback)
             params.abort_callback_data = ctypes.c_void_p(userdata)
-        with captured_log() as log:
+        with _watched() as log:
             self.handle = C.llama_init_from_model(model.handle, params)
         if not self.handle:
-            raise BmoeError(f"llama.cpp cannot make a context of {n_ctx} tokens: {_reason(log)}")
+            raise BmoeError(
+                f"llama.cpp cannot make a context of {n_ctx} tokens ({_reason(log)}): use a smaller -c or --ubatch"
+            )
         self.model = model
         self.buffers = self._sizes(log)
         self.n_ctx = int(C.llama_n_ctx(self.handle))

@@ -65,13 +65,18 @@ class Token:
 
 @dataclass
 class GenerationResult:
-    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted", "error"."""
+    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted", "error".
+
+    `prefill_tokens`: prompt tokens that were computed, without the `reused_tokens` kept from the generation before;
+    fewer than the rest of the prompt where prefill was stopped.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     stop: str = ""
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    prefill_tokens: int = 0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0
@@ -82,11 +87,6 @@ class GenerationResult:
     decode: StreamCounters = field(default_factory=StreamCounters)
     spec: SpecResult = field(default_factory=SpecResult)
     flash_split: FlashSplit = field(default_factory=FlashSplit)
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens that were computed, those kept from the generation before excluded."""
-        return self.prompt_tokens - self.reused_tokens
 
     @property
     def prefill_tok_s(self) -> float | None:

@@ -7,6 +7,7 @@ be read bounds nothing.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -138,6 +139,30 @@ def read_process_memory(root: Path = Path("/"), pid: str = "self") -> ProcessMem
         peak_rss=held.get(b"VmHWM", 0),
         rss_shmem=held.get(b"RssShmem", 0),
     )
+
+
+@contextlib.contextmanager
+def allocations_within(room: int) -> Iterator[None]:
+    """Inside the block, memory that would take this process more than `room` bytes further is refused.
+
+    Linux grants memory that it does not have and kills whoever touches it. RLIMIT_DATA makes malloc fail instead,
+    for all threads of the process; where that limit does not exist, or is not ours to set, nothing changes.
+    """
+    held = re.search(r"^VmData:\s*(\d+) kB", _read_text(Path("/proc/self/status")), re.MULTILINE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = (int(held[1]) << 10) + room if held else resource.RLIM_INFINITY
+    if not held or (soft != resource.RLIM_INFINITY and soft <= limit) or limit >= 1 << 62:
+        yield
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    except (ValueError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def major_faults() -> int:

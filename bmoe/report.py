@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, osmem
+from . import osmem
 from .config import Sampling
 from .engine import Engine
 from .errors import BmoeError, UsageError
 from .metrics import GenerationResult, StreamCounters, expert_summary
+from .version import __version__
 
 MiB = 1 << 20
 

@@ -60,6 +60,7 @@ class Weights:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = tuple(paths)
         self.maps = [_mem.FileMap(os.fspath(p)) for p in paths]
         self.region: _mem.Region | None = None
         self.dense_bytes = 0
@@ -86,6 +87,8 @@ class Weights:
         runs = dense_runs(dense)
         self.dense_bytes = sum(run.nbytes for run in runs)
         if mode in ("mmap", "warm"):
+            for m in self.maps:
+                m.guard()
             for t in dense:
                 model.place(t.name, self.maps[t.file].address + t.offset)
             if mode == "warm":
@@ -116,6 +119,13 @@ class Weights:
                 progress(self.bytes_read, self.dense_bytes)
         if mode == "lock" and (code := self.region.lock()):
             self.note = f"dense weights are not locked: {os.strerror(code)} (raise ulimit -l)"
+
+    def fault(self) -> str:
+        """What is wrong with a map that weights are used from, "" where nothing is."""
+        for m, path in zip(self.maps, self.paths, strict=True):
+            if m.broken:
+                return f"{path}: a page of it cannot be read any more: the file has shrunk, or its disk fails"
+        return ""
 
     def close(self) -> None:
         for m in self.maps:

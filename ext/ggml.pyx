@@ -15,7 +15,7 @@ from libc.errno cimport EINVAL, errno
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdio cimport FILE, fclose, fflush, fprintf, stderr
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy, memset, strlen, strncpy
+from libc.string cimport memcpy, memset, strlen
 
 from .errors import AbiError
 
@@ -47,12 +47,14 @@ cdef extern from "<stdio.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     void _exit(int code)
+    int isatty(int fd)
 
 cdef extern from "argmax.h" nogil:
     int bm_argmax(const float *x, int n)
 
 cdef Ggml _g
-cdef void *(*_set_abort)(void (*)(const char *) noexcept nogil) noexcept nogil
+ctypedef void (*abort_fn)(const char *) noexcept nogil
+cdef abort_fn (*_set_abort)(abort_fn) noexcept nogil
 ctypedef void (*log_fn)(int, const char *, void *) noexcept nogil
 cdef void (*_log_get)(log_fn *, void **) noexcept nogil
 cdef void (*_log_set)(log_fn, void *) noexcept nogil
@@ -112,6 +114,7 @@ def connect(bytes library_path):
         _g.tiled_id = NULL
         _g.tiled_wdata = NULL
     (<void **>&_set_abort)[0] = _need(h, b"ggml_set_abort_callback")
+    (<void **>&_throw)[0] = dlsym(h, b"_ZSt21__throw_runtime_errorPKc")
     (<void **>&_log_get)[0] = _need(h, b"llama_log_get")
     (<void **>&_log_set)[0] = _need(h, b"llama_log_set")
     (<void **>&_logits_ith)[0] = _need(h, b"llama_get_logits_ith")
@@ -229,76 +232,7 @@ def type_info(int ggml_type):
     return _g.type_name(ggml_type).decode(), _g.blck_size(ggml_type), _g.type_size(ggml_type)
 
 
-cdef char *_log = NULL
-cdef size_t _log_size = 0
-cdef size_t _log_room = 0
-cdef int _log_lock = 0
-cdef log_fn _log_before = NULL
-cdef void *_log_before_data = NULL
-
-
-cdef void _on_log(int level, const char *text, void *userdata) noexcept nogil:
-    # Native, so that no Python signal handler runs (and loses its exception) inside a call back from llama.cpp.
-    global _log, _log_size, _log_room
-    cdef size_t n = strlen(text) + 1, room  # messages may hold line breaks: a zero byte ends each
-    cdef char *grown
-    bm_spin_lock(&_log_lock)
-    if _log_size + n > _log_room:
-        room = 2 * (_log_size + n) + 4096
-        grown = <char *>realloc(_log, room)
-        if grown == NULL:
-            n = 0
-        else:
-            _log = grown
-            _log_room = room
-    memcpy(_log + _log_size, text, n)
-    _log_size += n
-    bm_spin_unlock(&_log_lock)
-
-
-def capture_log():
-    """Collects what llama.cpp logs from now on; one capture at a time."""
-    global _log_size
-    _log_size = 0
-    _log_get(&_log_before, &_log_before_data)
-    _log_set(_on_log, NULL)
-
-
-def release_log():
-    """Gives the log back to who had it; what was collected, as bytes, a zero after each message."""
-    global _log, _log_size, _log_room
-    _log_set(_log_before, _log_before_data)
-    text = _log[:_log_size] if _log_size else b""
-    free(_log)
-    _log = NULL
-    _log_size = _log_room = 0
-    return text
-
-
-cdef char _abort_where[512]
-
-
-cdef void _on_abort(const char *message) noexcept nogil:
-    # ggml is about to call abort(): one line and exit code 1 instead of a dump. The build's paths stay out of it.
-    cdef const char *text = message
-    cdef const char *p = message
-    while p[0] and p[0] != b" ":
-        if p[0] == b"/":
-            text = p + 1
-        p += 1
-    fprintf(stderr, b"bmoe: %sllama.cpp gave up: %s\n", _abort_where, text)
-    fflush(stderr)
-    _exit(1)
-
-
-def exit_on_abort():
-    """Makes a failed assertion of llama.cpp end the process with one line and exit code 1. For programs, not libraries."""
-    _set_abort(_on_abort)
-
-
-def abort_context(bytes where):
-    """What that line names: "FILE: " while a model is loaded, nothing otherwise."""
-    strncpy(_abort_where, where, 511)
+include "ggml_log.pxi"
 
 
 def greedy_token(uintptr_t context, uintptr_t vocab, int n_vocab, int row=-1):

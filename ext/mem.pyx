@@ -26,6 +26,11 @@ cdef extern from "<sys/mman.h>" nogil:
     int MADV_WILLNEED
     int MADV_NORMAL
 
+cdef extern from "sigbus.h" nogil:
+    int bm_guard(uintptr_t start, uintptr_t end)
+    void bm_unguard(int i)
+    int bm_guard_hit(int i)
+
 cdef extern from "<malloc.h>" nogil:
     int malloc_trim(size_t pad)
 
@@ -94,10 +99,12 @@ cdef class FileMap:
     """A read-only shared map of a whole file, no read-ahead. Raises ModelError where it cannot be mapped."""
 
     cdef void *base
+    cdef int guarded
     cdef readonly uintptr_t address
     cdef readonly size_t size
 
     def __cinit__(self, path):
+        self.guarded = -1
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.size = os.fstat(fd).st_size
@@ -110,6 +117,16 @@ cdef class FileMap:
         madvise(self.base, self.size, MADV_RANDOM)
         self.address = <uintptr_t>self.base
 
+    def guard(self):
+        """From now on a page that cannot be read is zeros, and `broken` True, instead of the death of the process."""
+        if self.guarded < 0:
+            self.guarded = bm_guard(self.address, self.address + self.size)
+
+    @property
+    def broken(self):
+        """True where a page of a guarded map could not be read: what was computed from it is worthless."""
+        return self.guarded >= 0 and bm_guard_hit(self.guarded) != 0
+
     def warm(self, int64_t offset, int64_t nbytes):
         """Reads the pages of a range into memory now."""
         cdef uintptr_t start = (self.address + offset) & ~<uintptr_t>4095
@@ -121,6 +138,9 @@ cdef class FileMap:
             madvise(<void *>start, n, POPULATE_READ)
 
     def close(self):
+        if self.guarded >= 0:
+            bm_unguard(self.guarded)
+            self.guarded = -1
         if self.base != NULL:
             munmap(self.base, self.size)
             self.base = NULL

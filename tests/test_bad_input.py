@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_process import Finished, run, start
+from conftest import in_a_process
 from gguf_edit import Gguf
 
 import bmoe
+from bmoe import osmem
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
 QUICK = ("-p", "Hello there", "-n", "2", "-t", "1", "-c", "64", "--cache-mb", "0", "--io-threads", "1")
@@ -293,6 +297,63 @@ def test_a_header_that_lies(tmp_path: Path, moe: Path, change: Change, says: str
     assert done.seconds < 10
 
 
+IN_A_LIBRARY = """
+import pathlib
+bad = pathlib.Path(sys.argv[1])
+for path in (bad, bad.with_name("good.gguf")):
+    try:
+        with bmoe.Engine.open(path, threads=1, cache_mb=0, ctx=64) as engine:
+            print(len(list(engine.generate("Hello there", max_tokens=2, stop_at_end=False))))
+    except bmoe.ModelError as e:
+        print(e)
+"""
+
+
+def test_an_assertion_while_loading_is_an_exception(tmp_path: Path, moe: Path) -> None:
+    """In a library: the process lives, and opens another file."""
+    path = Gguf(moe).set(f"{ARCH}.expert_used_count", 5).write(tmp_path / "m.gguf")
+    shutil.copy(moe, tmp_path / "good.gguf")
+    refused, runs = in_a_process(IN_A_LIBRARY, path)
+    assert str(path) in refused
+    assert "GGML_ASSERT" in refused
+    assert runs == "2"
+
+
+def test_a_context_beyond_memory(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address space would hold it; only touching it would be fatal, so it must not be granted."""
+    little = osmem.MemoryFacts(mem_total=1 << 30, mem_available=100 << 20)
+    monkeypatch.setattr(osmem, "read_memory_facts", lambda: little)
+    with pytest.raises(bmoe.BmoeError, match=r"cannot make a context of 1048576 tokens \(.*\): use a smaller -c"):
+        bmoe.Engine.open(moe, threads=1, cache_mb=0, ctx=1 << 20)
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+    with bmoe.Engine.open(moe, threads=1, cache_mb=0, ctx=1 << 10) as engine:
+        assert len(list(engine.generate("Hello there", max_tokens=2, stop_at_end=False))) == 2
+
+
+def test_no_thread_for_the_background(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "bmoe-populate":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with bmoe.Engine.open(moe, threads=1, cache_mb=64, ctx=64) as engine:
+        assert len(list(engine.generate("Hello there", max_tokens=2, stop_at_end=False))) == 2
+
+
+def test_a_number_of_experts_for_each_layer(tmp_path: Path, moe: Path) -> None:
+    n_used = 2
+    path = Gguf(moe).set(f"{ARCH}.expert_used_count", struct.pack("<IQII", 4, 2, n_used, n_used), kind=9)
+    path = path.write(tmp_path / "m.gguf")
+    with bmoe.Engine.open(moe, threads=1, ctx=64) as plain, bmoe.Engine.open(path, threads=1, ctx=64) as engine:
+        assert plain.n_used == engine.n_used == n_used
+        runs = [[t.id for t in e.generate("Hello there", max_tokens=4, stop_at_end=False)] for e in (plain, engine)]
+    assert runs[0] == runs[1]
+    check_refused(run("-m", path, *QUICK, "--n-expert-used", "1"), "--n-expert-used", str(path), code=2)
+
+
 def test_a_file_put_together_again_runs(tmp_path: Path, moe: Path) -> None:
     assert run("-m", Gguf(moe).write(tmp_path / "m.gguf"), *QUICK).code == 0
 
@@ -362,6 +423,29 @@ def test_a_file_that_shrinks(tmp_path: Path, moe: Path, open_engine: Any) -> Non
     assert len(got) <= 6
     path.write_bytes(good)
     assert [t.id for t in engine.generate("Hello there", max_tokens=12)] == wanted
+
+
+@pytest.mark.parametrize("mode", ["mmap", "warm"])
+def test_a_mapped_file_that_shrinks(tmp_path: Path, tiny: Any, open_engine: Any, mode: str) -> None:
+    """Dense weights that lie in a map: nothing is read by a call that could fail."""
+    good = tiny("llama", "Q8_0", n_layer=4, n_embd=256, n_ff=512)
+    path = Path(shutil.copy(good, tmp_path / "m.gguf"))
+    wanted = [t.id for t in open_engine(good, "off").generate("Hello there", max_tokens=12, stop_at_end=False)]
+    engine = open_engine(path, "off", dense_weights=mode)
+    generation, got = engine.generate("Hello there", max_tokens=12, stop_at_end=False), []
+
+    def go_on() -> None:
+        for token in generation:
+            got.append(token.id)
+            if len(got) == 5:
+                os.truncate(path, 4096)
+
+    with pytest.raises(bmoe.ReadError, match=f"{path}: a page of it cannot be read any more"):
+        go_on()
+    assert got == wanted[:5]
+    with pytest.raises(bmoe.ReadError):
+        list(engine.generate("Hello there", max_tokens=1))
+    assert [t.id for t in open_engine(good, "off").generate("Hello there", max_tokens=3)] == wanted[:3]
 
 
 def failing_after(engine: bmoe.Engine, prompt: str, n: int, got: list[int]) -> None:

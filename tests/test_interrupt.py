@@ -100,6 +100,8 @@ def test_in_prefill(moe: Path, tmp_path: Path, ubatch: str) -> None:
     data = check(process, err, seconds, metrics)
     assert out.strip() == ""
     assert data["tokens"] == data["decode_steps"] == 0
+    assert data["prefill_tokens"] < data["prompt_tokens"], "only what was computed counts"
+    assert data["prefill_tokens"] % int(ubatch) == 0
     assert data["expert"]["bytes_read"] == 0, "what prefill has read is prefill's"
     assert data["prefill"]["expert"]["bytes_read"] > 0
 
@@ -116,6 +118,21 @@ def test_in_decode(moe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert data["decode_steps"] in (data["tokens"] - 1, data["tokens"])
     assert len(first + out) <= data["tokens"] * 8
     assert data["expert"]["bytes_per_token"] * data["decode_steps"] == pytest.approx(data["expert"]["bytes_read"])
+
+
+def test_while_python_loads_the_program() -> None:
+    """Before there is anything to sum up: the process just ends, as one without handlers does."""
+    command = [sys.executable, "-X", "importtime", "-m", "bmoe", "--version"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), preexec_fn=interruptible
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if b"numpy" in line:
+            break
+    _, err, _ = end(process)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("flags", [PREFILL, DECODE])
