@@ -294,8 +294,8 @@ class Generation:
                 engine.context.clear()
                 raise ReadError(fault)
             # A Ctrl-C that the graph's last nodes caught, too late to stop it.
-            if engine.streamer.abort_requested and (late := engine.streamer.take_interrupt()) is not None:
-                raise late
+            if engine.streamer.interrupt_pending:
+                raise engine.streamer.take_interrupt() or KeyboardInterrupt
             return
         self._recover()
         interrupt = engine.streamer.take_interrupt()

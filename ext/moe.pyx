@@ -559,6 +559,11 @@ cdef class Streamer:
     def abort_requested(self):
         return bm_load(&self.m.abort) != 0
 
+    @property
+    def interrupt_pending(self):
+        """True where a signal handler raised inside a graph and nobody has taken the exception yet."""
+        return self.interrupted is not None
+
     def take_interrupt(self):
         """The exception a signal handler raised inside the last graph, or None; clears it and the abort."""
         e, self.interrupted = self.interrupted, None
