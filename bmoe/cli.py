@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from .drafting import add_draft_flags, spec_from_args
 from .engine import Engine
 from .errors import BmoeError, UsageError
 from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
+from .stopping import StopStrings
 from .terminal import ProgressView
 from .version import __version__
 from .weights import DENSE_MODES
@@ -66,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     g.add_argument("--chat", action="store_true", help="wrap the prompt in the model's own chat template")
     g.add_argument("--chatml", action="store_true", help="wrap the prompt in ChatML")
     g.add_argument("--no-think", action="store_true", help="with --chat or --chatml: ask for no thinking")
+    g.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end where TEXT comes, without it; repeatable"
+    )
     g.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
 
     g = p.add_argument_group("sampling (greedy by default)")
@@ -190,6 +195,7 @@ def run(args: argparse.Namespace) -> int:
         report.check_writable(args.metrics_json, "--metrics-json", inputs)
     if args.n_predict is not None and args.n_predict < 0:
         raise UsageError(f"--n-predict: {args.n_predict} is negative; give 0 or more tokens")
+    StopStrings(args.stop)
     bundled = args.model is None
     sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None)
     settings: dict[str, Any] = {
@@ -233,16 +239,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, say: Say) -> int:
     n = 256 if args.n_predict is None else args.n_predict
-    generation = engine.generate(prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos)
+    generation = engine.generate(
+        prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos, stop=args.stop
+    )
     result, failure, code = generation.result, "", 0
     try:
         with ProgressView(enabled=not args.quiet) as view:
             engine.set_progress(view.update)
             first = next(generation, None)
-        if first is not None:
-            _write(first.text)
-            for token in generation:
-                _write(token.text)
+        shown = 0
+        for token in chain([first] if first is not None else [], generation):
+            shown += len(token.text)
+            _write(token.text)
+        # What was held back: the beginning of a stop string that did not come, or of a character.
+        _write(result.text[shown:])
     except KeyboardInterrupt:
         code, stop = INTERRUPTED, "interrupted"
     except _OutputError as e:

@@ -15,7 +15,8 @@ from . import llama, osmem
 from .config import Sampling
 from .errors import BmoeError, ReadError, UsageError
 from .metrics import GenerationResult, Token
-from .speculation import Choice, verify_steps
+from .speculation import Choice, FlashSplit, verify_steps
+from .stopping import StopStrings
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -38,6 +39,7 @@ class Generation:
         sampling: Sampling,
         stop_at_end: bool,
         script: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         n_ctx = engine.context.n_ctx
         if not ids:
@@ -55,6 +57,7 @@ class Generation:
             raise UsageError(f"--temp {sampling.temp}: speculation needs greedy decoding; drop --temp or --spec-type")
         if script is not None and len(script) < max_tokens:
             raise UsageError(f"the script has {len(script)} tokens, {max_tokens} are asked for")
+        self._stops = StopStrings(stop)
         self.result = GenerationResult(prompt_tokens=len(ids))
         self.result.spec.type = engine.drafter.name
         self.running = True
@@ -115,17 +118,29 @@ class Generation:
         text = codecs.getincrementaldecoder("utf-8")("replace")
         asked, mark = started, zero
         pieces: list[str] = []
-        prefilled = False
+        prefilled, charged = False, FlashSplit()
+        stops = self._stops
 
         def emit(choice: Choice, decode_s: float) -> Token:
             """The token of one choice, its text decoded, its cost what has passed since the one before."""
-            nonlocal mark
-            piece = "" if choice.end and stop_at_end else text.decode(choice.text)
+            nonlocal mark, charged
+            piece = "" if choice.end and stop_at_end else stops.feed(text.decode(choice.text))
             pieces.append(piece)
             since, mark = mark, engine.counters()
-            token = Token(len(result.token_ids), choice.id, piece, time.perf_counter() - asked, decode_s, mark - since)
+            flash, charged = result.flash_split.since(charged), result.flash_split.copy()
+            token = Token(
+                len(result.token_ids), choice.id, piece, time.perf_counter() - asked, decode_s, mark - since, flash
+            )
             result.token_ids.append(choice.id)
             return token
+
+        def ended(choice: Choice) -> bool:
+            """Whether the text ends with this choice; then notes why."""
+            if choice.end and stop_at_end:
+                result.stop = "end"
+            elif stops.hit:
+                result.stop, result.stop_string = "stop", stops.hit
+            return bool(result.stop)
 
         try:
             engine.drafter.begin(np.array(ids, np.int32))
@@ -141,10 +156,12 @@ class Generation:
             result.ttft_s = time.perf_counter() - started
             yield emit(first, 0.0)
             asked = time.perf_counter()
-            if first.end and stop_at_end:
-                result.stop = "end"
+            if ended(first):
                 return
-            steps = verify_steps(self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft)
+            engine.pace.begin()
+            steps = verify_steps(
+                self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.pace
+            )
             for step in steps:
                 result.spec.count(step)
                 took, self._graph_s = self._graph_s, 0.0
@@ -155,8 +172,7 @@ class Generation:
                     # A group's whole cost sits on its first token.
                     yield emit(choice, took if i == 0 else 0.0)
                     asked = time.perf_counter()
-                    if choice.end and stop_at_end:
-                        result.stop = "end"
+                    if ended(choice):
                         return
             result.stop = "length"
         except _Stopped:
@@ -171,7 +187,7 @@ class Generation:
             if self._chain:
                 self._chain.close()
             self._charge(0)
-            result.text = "".join(pieces) + text.decode(b"", final=True)
+            result.text = "".join(pieces) + stops.feed(text.decode(b"", final=True)) + stops.finish()
             result.total_s = time.perf_counter() - started
             if prefilled:
                 result.decode = engine.counters() - zero - result.prefill

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from . import _drafters
 from .errors import UsageError
+from .pacing import DRAFT_POLICIES, DraftPolicy
 
 if TYPE_CHECKING:
     from llama_cpp.llama_speculative import LlamaDraftModel
@@ -50,6 +51,7 @@ class Source(Protocol):
     def begin(self, prompt: Tokens) -> None: ...
     def draft(self, history: Tokens, last: int, n_max: int | None = None) -> Tokens: ...
     def accept(self, n_accepted: int, is_other: bool = False) -> None: ...
+    def trim(self, n: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -163,12 +165,14 @@ class DraftSpec:
 
     types: any of TYPES, in any order; precedence is TYPES'. Empty: no speculation.
     draft: tokens a draft model drafts, and `ngram` too (--draft).
+    policy: "adaptive" verifies the part of a draft that is expected to pay (`bmoe.pacing`), "always" all of it.
     n_max: no draft is longer (--spec-draft-n-max); None leaves each source its own length.
     """
 
     types: tuple[str, ...] = ()
     draft: int = 3
     n_max: int | None = None
+    policy: DraftPolicy = "adaptive"
     ngram: NgramConfig = field(default_factory=NgramConfig)
     ngram_simple: MapConfig = field(default_factory=MapConfig)
     ngram_map_k: MapConfig = field(default_factory=MapConfig)
@@ -184,6 +188,8 @@ class DraftSpec:
         _in_range("--draft", self.draft, 1)
         if self.n_max is not None:
             _in_range("--spec-draft-n-max", self.n_max, 0)
+        if self.policy not in DRAFT_POLICIES:
+            raise UsageError(f"--draft-policy: {self.policy!r} is none of {', '.join(DRAFT_POLICIES)}")
         self.ngram.check()
         for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v"):
             config = self.config(name)
@@ -271,6 +277,13 @@ class DrafterStack:
                 return tokens
         return _NO_TOKENS
 
+    def trim(self, n: int) -> None:
+        """Only the first `n` tokens of the last draft are verified; 0: none, and nobody is told of it."""
+        if self._winner is not None:
+            self._winner.trim(n)
+            if n == 0:
+                self._winner = None
+
     def accept(self, n_accepted: int) -> None:
         """Reports that the target confirmed `n_accepted` tokens of the last draft; nothing after an abstention."""
         winner, self._winner = self._winner, None
@@ -326,6 +339,12 @@ def add_draft_flags(group: argparse._ActionsContainer) -> None:
         metavar="N",
         help="no source drafts more tokens than this per step (default: each its own length)",
     )
+    group.add_argument(
+        "--draft-policy",
+        choices=DRAFT_POLICIES,
+        metavar="|".join(DRAFT_POLICIES),
+        help="verify what is expected to pay, or every draft whole (default: adaptive)",
+    )
     for flag, name, key, text in _FLAGS:
         default = getattr(_CONFIGS[name](), key)
         group.add_argument(flag, type=int, metavar="N", help=f"{name}: {text} (default: {default})")
@@ -351,6 +370,8 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
         if name not in types:
             raise UsageError(f"{flag} has no effect without --spec-type {name}")
         given[name][key] = value
+    if args.draft_policy is not None and not types:
+        raise UsageError("--draft-policy has no effect without --spec-type or --ngram")
     draft = DraftSpec.draft if args.draft is None else args.draft
     if "ngram" in types:
         given["ngram"]["n_max"] = draft
@@ -358,6 +379,7 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
         types=types,
         draft=draft,
         n_max=args.spec_draft_n_max,
+        policy=args.draft_policy or DraftSpec.policy,
         ngram=NgramConfig(**given["ngram"]),
         ngram_simple=MapConfig(**given["ngram-simple"]),
         ngram_map_k=MapConfig(**given["ngram-map-k"]),

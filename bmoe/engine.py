@@ -19,6 +19,7 @@ from .drafting import make_drafter
 from .errors import BmoeError, ModelError, UsageError
 from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .metrics import StreamCounters
+from .pacing import make_pace
 from .sizing import CacheDecision, ModelSizes, decide
 from .weights import Weights
 
@@ -136,6 +137,7 @@ class Engine:
         # A recurrent state goes back only as far as its snapshots.
         self.widest_draft = min(longest, self.context.n_snapshots) if self.context.recurrent else longest
         self.drafter = make_drafter(config.draft)
+        self.pace = make_pace(config.draft.policy)
         self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.largest("expert_used_count")
         self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx)
         self.cache: _cache.ExpertCache | None = None
@@ -226,11 +228,13 @@ class Engine:
         sampling: Sampling | None = None,
         stop_at_end: bool = True,
         script: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
     ) -> Generation:
         """Starts a generation: iterate over it for tokens, then read `.result`.
 
         `prompt`: text, or token ids. `stop_at_end`: stop at an end-of-generation token, else go on to
-        `max_tokens`. Tokens shared with the sequence of the generation before are not computed again.
+        `max_tokens`. `stop`: strings that end the text where they begin. Tokens shared with the sequence of the
+        generation before are not computed again.
         `script`: token ids that the model is made to choose, one after the other, while every batch is decoded,
         streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
         Raises UsageError where the prompt is empty or longer than the context.
@@ -243,7 +247,7 @@ class Engine:
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._cancelled.clear()
         self.streamer.take_interrupt()  # of a cancel() that came after the last graph
-        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script)
+        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop)
         return self._busy
 
     def cancel(self) -> None:

@@ -51,8 +51,10 @@ class StreamCounters(NamedTuple):
 class Token:
     """One generated token and what it cost.
 
-    `text` is what can be printed now: "" while a character is incomplete. `wall_s` is the time from asking for
-    the token to having it; `decode_s` of that the model's graph (0.0 for the first, which prefill has paid for).
+    `text` is what can be printed now: "" while a character is incomplete, or a stop string may have begun. `wall_s`
+    is the time from asking for the token to having it; `decode_s` of that the model's graph (0.0 for the first,
+    which prefill has paid for). `flash`: bytes read by cause, and the re-reads among them, of what was charged since
+    the token before. Of the tokens that one verify batch confirms, the first has the whole batch's cost.
     """
 
     index: int
@@ -61,11 +63,15 @@ class Token:
     wall_s: float
     decode_s: float
     stream: StreamCounters
+    flash: dict[str, tuple[int, int]]
 
 
 @dataclass
 class GenerationResult:
-    """What a generation did. Seconds, bytes; `stop` is one of "length", "end", "cancelled", "interrupted", "error".
+    """What a generation did. Seconds, bytes.
+
+    `stop` is one of "length", "end" (an end-of-generation token), "stop" (`stop_string` came, which `text` does not
+    have), "cancelled", "interrupted", "error".
 
     `prefill_tokens`: prompt tokens that were computed, without the `reused_tokens` kept from the generation before;
     fewer than the rest of the prompt where prefill was stopped.
@@ -74,6 +80,7 @@ class GenerationResult:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     stop: str = ""
+    stop_string: str = ""
     prompt_tokens: int = 0
     reused_tokens: int = 0
     prefill_tokens: int = 0

@@ -118,6 +118,7 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "token_ids": result.token_ids,
         "tokens": len(result.token_ids),
         "stop": result.stop,
+        "stop_string": result.stop_string,
         "prompt_tokens": result.prompt_tokens,
         "prefill_tokens": result.prefill_tokens,
         "load_s": engine.load_s,

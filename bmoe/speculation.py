@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .pacing import Always, Pace
+
 Tokens = npt.NDArray[np.int32]
 
 
@@ -48,8 +50,17 @@ class Drafter(Protocol):
         """Up to `n_max` tokens expected after `history` (int32, the last confirmed token at its end)."""
         ...
 
+    def trim(self, n: int) -> None:
+        """Only the first `n` tokens of the last draft are verified, or none."""
+        ...
+
     def accept(self, n_accepted: int) -> None:
-        """How many tokens of the last draft were confirmed; only called where something was drafted."""
+        """How many tokens of the last draft were confirmed; only called where some were verified."""
+        ...
+
+    @property
+    def winner(self) -> str | None:
+        """The source of the last draft."""
         ...
 
 
@@ -71,14 +82,22 @@ def accepted_prefix(draft: Sequence[int], choices: Sequence[Choice]) -> int:
 
 
 def verify_steps(
-    target: Target, drafter: Drafter, history: list[int], first: Choice, wanted: int, widest: int
+    target: Target,
+    drafter: Drafter,
+    history: list[int],
+    first: Choice,
+    wanted: int,
+    widest: int,
+    pace: Pace | None = None,
 ) -> Iterator[Step]:
     """Decodes greedily from `first`, which is chosen but not yet decoded, drafting where the drafter can.
 
     `history`: the tokens before `first`; it is extended in place by what is confirmed. `wanted`: how many more
-    tokens are asked for; a draft never reaches past them, nor past the target's room, nor `widest` tokens. The
-    confirmed tokens are, one after the other, what single-token greedy decoding by this target gives.
+    tokens are asked for; a draft never reaches past them, nor past the target's room, nor `widest` tokens, and `pace`
+    (None: `Always`) decides how much of it is verified. The confirmed tokens are, one after the other, what
+    single-token greedy decoding by this target gives.
     """
+    pace = pace or Always()
     buffer = np.empty(max(256, 2 * len(history)), np.int32)
     buffer[: len(history)] = history
     filled = len(history)
@@ -99,6 +118,9 @@ def verify_steps(
         started = perf_counter()
         draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
+        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "")) < len(draft):
+            drafter.trim(keep)
+            draft = draft[:keep]
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
         accepted = accepted_prefix(draft.tolist(), choices)
         if accepted < len(draft):
@@ -106,7 +128,11 @@ def verify_steps(
         if len(draft):
             drafter.accept(accepted)
         confirmed = list(choices[: accepted + 1])
-        history.extend(c.id for c in confirmed)
+        tokens = [c.id for c in confirmed]
+        # A plain step is compared without what was spent on a draft that was not used.
+        spent = perf_counter() - started - (0.0 if len(draft) else draft_s)
+        pace.note(tokens, len(draft), accepted, spent)
+        history.extend(tokens)
         wanted -= len(confirmed)
         yield Step(confirmed, len(draft), accepted, draft_s)
 
@@ -138,6 +164,18 @@ class FlashSplit:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
+
+    def copy(self) -> FlashSplit:
+        """As it is now."""
+        return FlashSplit(dict(self.bytes), dict(self.rereads))
+
+    def since(self, before: FlashSplit) -> dict[str, tuple[int, int]]:
+        """What was charged after `before` was copied: cause -> (bytes, re-reads among them), causes of 0 left out."""
+        return {
+            cause: (n - before.bytes[cause], self.rereads[cause] - before.rereads[cause])
+            for cause, n in self.bytes.items()
+            if n != before.bytes[cause]
+        }
 
     def as_dict(self) -> dict[str, int]:
         """Cause -> bytes."""

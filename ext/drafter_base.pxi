@@ -264,6 +264,15 @@ cdef class Drafter:
             raise ValueError(f"{n_accepted} tokens accepted of a draft of {self.n_out}")
         self.c_accept(n_accepted, is_other)
 
+    def trim(self, Py_ssize_t n):
+        """The target will verify only the first `n` tokens of the last draft; 0: none of them, as if it had abstained."""
+        if n < 0:
+            raise ValueError(f"cannot trim a draft to {n} tokens")
+        if n < self.n_out:
+            self.n_drafted -= self.n_out - n
+            self.n_drafts -= n == 0
+            self.n_out = n
+
     def truncate(self, Py_ssize_t n):
         """The history is now its first `n` tokens (no more than it has): go on as after `begin` with those.
 

@@ -33,6 +33,9 @@ class Fake:
         self.told.append(("draft", list(history), last, n_max))
         return np.array(self.drafts.pop(0)[:n_max], np.int32)
 
+    def trim(self, n: int) -> None:
+        self.told.append(("trim", n))
+
     def accept(self, n_accepted: int, is_other: bool = False) -> None:
         self.told.append(("accept", n_accepted, is_other))
 
@@ -273,3 +276,25 @@ def test_adapter_in_llama_cpp_python(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.close()
     assert texts["ngram"] == texts[""]
     assert texts["ngram-mod"] == texts[""]
+
+
+def test_a_draft_that_is_cut_is_the_winner_s_business_alone() -> None:
+    first, second = Fake("first", [], [1, 2, 3], [1, 2]), Fake("second", [4], [], [])
+    stack = DrafterStack([first, second])
+    history = np.array([7, 8], np.int32)
+    assert stack.draft(history).tolist() == [4]
+    stack.trim(0)
+    assert stack.winner is None
+    stack.accept(0)
+    assert stack.draft(history).tolist() == [1, 2, 3]
+    stack.trim(2)
+    stack.accept(1)
+    assert [t for t in first.told if t[0] != "draft"] == [("trim", 2), ("accept", 1, False)]
+    assert [t for t in second.told if t[0] != "draft"] == [("trim", 0), ("accept", 1, True)]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "always"])
+def test_draft_policy_flag(policy: str) -> None:
+    assert parse(f"--ngram --draft-policy {policy}").policy == policy
+    with pytest.raises(UsageError, match="--draft-policy has no effect without"):
+        parse(f"--draft-policy {policy}")

@@ -49,6 +49,7 @@ class Oracle:
         self.target, self.size, self.wrong, self.every = target, size, wrong, every
         self.asked = 0
         self.waiting = False
+        self.trimmed = 0
         self.seen: list[int] = []
 
     def draft(self, history: Tokens, n_max: int | None = None) -> Tokens:
@@ -62,13 +63,44 @@ class Oracle:
             token = self.target.next_after(sequence)
             draft.append(token if i < self.wrong else (token + 1) % self.target.vocabulary)
             sequence.append(token)
-        self.waiting = bool(draft)
+        self.waiting, self.trimmed = bool(draft), len(draft)
         return np.array(draft, np.int32)
+
+    @property
+    def winner(self) -> str | None:
+        return "oracle" if self.waiting else None
+
+    def trim(self, n: int) -> None:
+        assert self.waiting
+        self.waiting = n > 0
+        self.trimmed = n
 
     def accept(self, n_accepted: int) -> None:
         assert self.waiting
         self.waiting = False
-        assert 0 <= n_accepted <= self.size
+        assert 0 <= n_accepted <= self.trimmed
+
+
+class Cutting:
+    """A pace that cuts drafts to given lengths, whatever they are."""
+
+    def __init__(self, cuts: list[int]) -> None:
+        self.cuts, self.confirmed, self.drafted = cuts, list[int](), 0
+
+    def begin(self) -> None:
+        pass
+
+    def choose(self, draft: Sequence[int], source: str) -> int:
+        assert source == "oracle"
+        self.cuts = [*self.cuts[1:], self.cuts[0]]
+        return min(self.cuts[-1], len(draft))
+
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+        assert len(confirmed) == accepted + 1
+        assert accepted <= drafted
+        assert seconds >= 0.0
+        self.confirmed += confirmed
+        self.drafted += drafted
 
 
 def plain(prompt: list[int], n_ctx: int, vocabulary: int, period: int, wanted: int) -> list[int]:
@@ -91,6 +123,7 @@ def plain(prompt: list[int], n_ctx: int, vocabulary: int, period: int, wanted: i
     size=st.integers(0, 15),
     wrong=st.integers(0, 16),
     every=st.integers(1, 3),
+    cuts=st.none() | st.lists(st.integers(0, 16), min_size=1, max_size=8),
 )
 def test_any_drafter_gives_plain_greedy_output(
     prompt: list[int],
@@ -102,6 +135,7 @@ def test_any_drafter_gives_plain_greedy_output(
     size: int,
     wrong: int,
     every: int,
+    cuts: list[int] | None,
 ) -> None:
     expected = plain(prompt, n_ctx, vocabulary, period, wanted)
     target = TableTarget(prompt, n_ctx, vocabulary, period)
@@ -109,7 +143,8 @@ def test_any_drafter_gives_plain_greedy_output(
     history = list(prompt)
     first = Choice(target.next_after(target.sequence), False, b"")
     out, spec = [first.id], SpecResult()
-    for step in verify_steps(target, drafter, history, first, wanted, widest):
+    pace = None if cuts is None else Cutting(cuts)
+    for step in verify_steps(target, drafter, history, first, wanted, widest, pace):
         out += [c.id for c in step.confirmed]
         spec.count(step)
         # Every confirmed token but the newest is in the target's sequence, and nothing else is.
@@ -121,7 +156,12 @@ def test_any_drafter_gives_plain_greedy_output(
     assert len(target.sequence) <= n_ctx
     assert spec.decodes == len(target.batches)
     assert spec.confirmed == len(out) - 1
-    if wrong >= size and every == 1 and size and widest >= size and wanted > size and n_ctx - len(prompt) > size + 1:
+    if pace is not None:
+        # Once there is no room left to draft, it is not asked any more.
+        assert pace.confirmed == out[1 : 1 + len(pace.confirmed)]
+        assert len(pace.confirmed) >= min(len(out) - 1, wanted - 1, n_ctx - len(prompt) - 1) or widest == 0
+        assert pace.drafted == spec.drafted
+    elif wrong >= size and every == 1 and size and widest >= size and wanted > size and n_ctx - len(prompt) > size + 1:
         assert spec.accepted == spec.drafted, "a perfect drafter is always accepted"
         assert spec.tokens_per_decode is not None
         assert spec.tokens_per_decode > 1

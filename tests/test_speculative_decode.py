@@ -13,7 +13,8 @@ import bmoe
 from bmoe.drafting import DraftSpec, MapConfig, ModConfig
 from bmoe.speculation import Tokens
 
-WIDE = DraftSpec(types=("ngram-mod",), ngram_mod=ModConfig(n_match=2, n_min=1, n_max=16))
+# What is drafted must depend on the text alone: counters are compared exactly.
+WIDE = DraftSpec(types=("ngram-mod",), policy="always", ngram_mod=ModConfig(n_match=2, n_min=1, n_max=16))
 N = 40
 
 
@@ -37,6 +38,11 @@ class Scripted:
             right = min(1, len(draft) - 1)
             draft = [*draft[:right], *((t + 1) % 256 for t in draft[right:])]
         return np.array(draft, np.int32)
+
+    winner = name
+
+    def trim(self, n: int) -> None:
+        raise AssertionError("the pace here is Always")
 
     def accept(self, n_accepted: int) -> None:
         self.accepted += n_accepted
