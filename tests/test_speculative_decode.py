@@ -157,8 +157,8 @@ def test_real_drafters_on_text_that_repeats(tiny: Tiny, open_engine: OpenEngine)
     phrase = prompt_ids(30, 5)
     prompt, script = phrase * 2, phrase * 3
     for spec in (
-        DraftSpec(types=("ngram",)),
-        DraftSpec(types=("ngram-simple",), ngram_simple=MapConfig(size_n=4, size_m=16)),
+        DraftSpec(types=("ngram",), policy="always"),
+        DraftSpec(types=("ngram-simple",), policy="always", ngram_simple=MapConfig(size_n=4, size_m=16)),
         WIDE,
     ):
         engine = open_engine(path, "few", draft=spec)
