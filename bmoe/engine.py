@@ -27,6 +27,10 @@ ALLOWANCE = 64 << 20
 """What the process may hold beyond weights, KV cache, compute buffers and the cache budget, bytes."""
 RESERVE = 28 << 20
 """Of the allowance: kept for what grows later (ggml's work buffer, activations, heap)."""
+LOGITS_BYTES = 64 << 20
+"""At most this much for the logits of one batch, where a text is scored."""
+FEW_EXPERTS = 4
+"""Experts per token up to which dropping one is warned about: each carries a quarter of the weight or more."""
 _POPULATE_STEP = 32 << 20
 
 Progress = Callable[[str, int, int], None]
@@ -120,13 +124,15 @@ class Engine:
         n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
         n_ubatch = min(config.ubatch, n_ctx)
         longest = min(config.draft.longest(), n_ubatch - 1)
+        fit = max(1, LOGITS_BYTES // (4 * model.n_vocab))
+        self.score_rows = max(1, min(config.score_rows, n_ubatch, fit))
         room = osmem.read_memory_facts().available()
         with osmem.allocations_within(room):
             self.context = llama.Context(
                 model,
                 n_ctx=n_ctx,
                 n_ubatch=n_ubatch,
-                n_outputs=longest + 1,
+                n_outputs=max(longest + 1, self.score_rows),
                 n_snapshots=min(longest, config.rs_snapshots),
                 n_threads=n_threads,
                 eval_callback=hook.callback if layers else 0,
@@ -144,6 +150,8 @@ class Engine:
         self.decision: CacheDecision | None = None
         if layers:
             self._start_cache(stack, config)
+        if config.drop_cold_experts is not None:
+            self._start_dropping(config.drop_cold_experts)
 
     def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
         if config.n_expert_used is None:
@@ -218,6 +226,18 @@ class Engine:
         )
         self.cache = cache
 
+    def _start_dropping(self, threshold: float) -> None:
+        if self.cache is None:
+            raise UsageError(f"--drop-cold-experts: {self.path} has no routed experts")
+        if not self.cache.n_slots:
+            raise UsageError("--drop-cold-experts needs a cache, and there is memory for none: see the line on --cache-mb")
+        if self.n_used <= FEW_EXPERTS:
+            self.notes.append(
+                f"--drop-cold-experts: the model routes {self.n_used} experts per token only, each carries much of "
+                "the output: measure the loss (python -m bmoe perplexity)"
+            )
+        self.streamer.drop_cold(threshold)
+
     # ---- use ------------------------------------------------------------------------------------
 
     def generate(
@@ -278,7 +298,7 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        return StreamCounters(*self.streamer.counters(), *self.lanes.counters())
+        return StreamCounters(*self.streamer.counters(), *self.lanes.counters(), *self.streamer.drop_counters())
 
     @property
     def budget_bytes(self) -> int:

@@ -177,6 +177,7 @@ class Model:
     host: _ggml.ModelHost
     tensors: dict[str, list[int]]
     vocab: Any = None
+    n_vocab: int = 0
     _keep: list[Any] = field(default_factory=list)
 
     def place(self, name: str, data: int) -> None:
@@ -251,7 +252,8 @@ def load_model(
     if not handle:
         host.close()
         raise ModelError(f"{name}: llama.cpp cannot load it: {_reason(log)}")
-    return Model(handle, host, host.finish_load(), C.llama_model_get_vocab(handle), keep)
+    vocab = C.llama_model_get_vocab(handle)
+    return Model(handle, host, host.finish_load(), vocab, int(C.llama_vocab_n_tokens(vocab)), keep)
 
 
 # ---- context --------------------------------------------------------------------------------------
@@ -316,7 +318,7 @@ class Context:
         self.buffers = self._sizes(log)
         self.n_ctx = int(C.llama_n_ctx(self.handle))
         self.n_batch = int(C.llama_n_batch(self.handle))
-        self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
+        self.n_vocab = model.n_vocab
         self._memory = C.llama_get_memory(self.handle)
         self.recurrent = bool(C.llama_model_is_recurrent(model.handle) or C.llama_model_is_hybrid(model.handle))
         self.n_snapshots = int(C.llama_n_rs_seq(self.handle))
