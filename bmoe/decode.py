@@ -291,10 +291,11 @@ class Generation:
                 self.result.flash_split.charge(cause, total[0], again[0])
         engine.report_progress("prefill", whole, whole)
 
-    def _decode(self, tokens: IntArray, each: bool = False, drop: bool = True) -> None:
+    def _decode(self, tokens: IntArray, each: bool = False, skip: int = 0, drop: bool = True) -> None:
         """Appends tokens to the sequence, or leaves it as it was and says why not.
 
-        `each`: logits of every one are kept; `drop`: cold experts may be dropped, where the engine does that.
+        `each`: logits of every one are kept, but for the first `skip`; `drop`: cold experts may be dropped, where the
+        engine does that.
         """
         engine = self._engine
         if engine.cancelled:
@@ -304,7 +305,7 @@ class Generation:
         engine.in_step = False
         engine.streamer.set_dropping(drop)
         t0 = time.perf_counter()
-        code = context.decode_each(tokens, len(engine.cached_ids)) if each else context.decode(tokens)
+        code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
         self._graph_s += time.perf_counter() - t0
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())

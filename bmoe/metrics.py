@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import sub
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from .speculation import FlashSplit, SpecResult
@@ -45,6 +45,10 @@ class StreamCounters(NamedTuple):
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
         return StreamCounters._make(map(sub, self, other))
+
+    def plus(self, other: StreamCounters) -> StreamCounters:
+        """Sums; `+` of a tuple would put one after the other."""
+        return StreamCounters._make(map(add, self, other))
 
     @property
     def hit_rate(self) -> float | None:

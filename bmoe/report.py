@@ -18,6 +18,26 @@ from .version import __version__
 MiB = 1 << 20
 
 
+def opening_lines(engine: Engine) -> list[str]:
+    """What was opened and what the engine decided, a line for each subject."""
+    config = engine.config
+    lines = [f"model: {engine.path.name}, {engine.arch}, opened in {engine.load_s:.2f} s"]
+    if engine.decision is not None:
+        lines.append(engine.decision.explain())
+    lines += [f"note: {note}" for note in engine.notes]
+    if config.n_expert_used is not None:
+        lines.append(
+            f"note: {config.n_expert_used} experts per token instead of the model's own number: output differs"
+        )
+    if config.drop_cold_experts is not None:
+        where = "decode and prefill" if config.drop_in_prefill else "decode"
+        lines.append(
+            f"note: cold experts below {config.drop_cold_experts:g}/{engine.n_used} of the routing weight are dropped "
+            f"in {where}: output differs, and depends on what is in the cache"
+        )
+    return lines
+
+
 def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     """The end-of-run summary, a line for each subject."""
     lines = [

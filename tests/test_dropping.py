@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import OpenEngine, Resident, Tiny
+from conftest import OpenEngine, Tiny
 from numpy.typing import NDArray
 from reference import PlainCache, _Tensor, differences, drive, prompt_ids
 from reference import Resident as ResidentModel
@@ -18,7 +18,6 @@ from tiny_models import ARCHES
 
 import bmoe
 from bmoe import _drop
-from bmoe.errors import UsageError
 
 MOE = tuple(arch for arch in ARCHES if arch != "llama")
 PROMPT, STEPS = prompt_ids(40, seed=3), 24
