@@ -233,7 +233,8 @@ class Engine:
             raise UsageError(f"--drop-cold-experts: {self.path} has no routed experts")
         if not self.cache.n_slots:
             raise UsageError(
-                "--drop-cold-experts needs a cache, and there is memory for none: see the line on --cache-mb"
+                f"--drop-cold-experts needs a cache, and {self.budget_bytes >> 20} MiB hold no expert: "
+                "give a larger --cache-mb"
             )
         if self.n_used <= FEW_EXPERTS:
             self.notes.append(

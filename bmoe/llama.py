@@ -349,7 +349,7 @@ class Context:
         return int(C.llama_decode(self.handle, batch))
 
     def decode_each(self, tokens: npt.NDArray[np.int32], position: int, skip: int = 0) -> int:
-        """As `decode`, at `position` (how many tokens the sequence holds), with logits kept of all but the first `skip`.
+        """As `decode`, at `position` (how many tokens the sequence holds), with logits of all but the first `skip`.
 
         At most `n_outputs` of them, in a batch of at most `n_each` tokens.
         """

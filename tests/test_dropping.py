@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import OpenEngine, Tiny
+import tiny_models
+from conftest import OpenEngine, Resident, Tiny
+from llama_cpp import llama_cpp as C
 from numpy.typing import NDArray
 from reference import PlainCache, _Tensor, differences, drive, prompt_ids
 from reference import Resident as ResidentModel
 from tiny_models import ARCHES
 
 import bmoe
-from bmoe import _drop
+from bmoe import _drop, drafting
+from bmoe.errors import UsageError
 
 MOE = tuple(arch for arch in ARCHES if arch != "llama")
 PROMPT, STEPS = prompt_ids(40, seed=3), 24
@@ -124,7 +127,7 @@ class EditedResident(ResidentModel):
         self.layer_of = {int(layer.block.split(".")[1]): i for i, layer in enumerate(engine.layers)}
         self.threshold, self.dropping = threshold, False
         self.dropped = self.routed = self.positions = 0
-        self.mass, self.sums = 0.0, set[float]()
+        self.mass = 0.0
         self._ids: NDArray[np.int32] = np.empty((0, 0), np.int32)
         self._weights: Weights = np.empty((0, 0), np.float32)
         super().__init__(path, record=True, **settings)
@@ -152,7 +155,6 @@ class EditedResident(ResidentModel):
 
     def _decide(self, layer: int) -> None:
         ids, rows = self._ids, [list(row) for row in self._ids]
-        self.sums |= {round(float(s), 3) for s in self._weights.sum(axis=1)}
         if self.dropping:
             resident = set(self.cache.resident(layer))
             dropped, weights, mass = plain_drop(self._weights.copy(), ids, resident, self.threshold)
@@ -163,6 +165,16 @@ class EditedResident(ResidentModel):
             self.routed += ids.size
             self.positions += len(ids)
         self.cache.batch(layer, rows)
+
+    def eval_each(self, tokens: Sequence[int], position: int) -> None:
+        """Appends tokens with the logits of each kept: the last layer then computes all of them."""
+        batch = C.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position + i, 1, 1
+            batch.seq_id[i][0] = 0
+        assert C.llama_decode(self.context, batch) == 0
+        C.llama_batch_free(batch)
 
     def run(self, prompt: Sequence[int], n: int, in_prefill: bool) -> Any:
         """As `generate`: `n` greedy tokens, dropping in decode, and in prefill where asked."""
@@ -198,3 +210,158 @@ def test_a_run_is_llama_cpps_with_these_weights(
     assert (result.prefill.dropped > 0) == in_prefill
     assert np.isfinite(run.logits).all()
     assert c.bytes == c.misses * engine.layers[0].expert_bytes
+
+
+@pytest.mark.parametrize("arch", MOE)
+def test_where_nothing_falls_it_is_off(arch: str, tiny: Tiny, resident: Resident, open_engine: OpenEngine) -> None:
+    path = tiny(arch, "Q8_0" if arch != "gpt-oss" else None, n_expert=16, n_used=6)
+    (expected,) = resident(path, [PROMPT], STEPS, threads=1, ubatch=16)
+    off = open_engine(path, 14, ubatch=16)
+    assert not differences(drive(off, PROMPT, STEPS)[0], expected)
+    on = open_engine(path, 14, ubatch=16, drop_cold_experts=1e-6, drop_in_prefill=True)
+    assert not differences(drive(on, PROMPT, STEPS)[0], expected)
+    a, b = on.counters(), off.counters()
+    assert (a.hits, a.misses, a.evictions, a.bytes) == (b.hits, b.misses, b.evictions, b.bytes)
+    assert (a.dropped, a.drop_mass, a.drop_routed) == (0, 0.0, a.routed)
+    assert (b.dropped, b.drop_mass, b.drop_routed) == (0, 0.0, 0)
+    assert a.misses > 0
+
+
+def test_one_expert_per_token_never_falls(tiny: Tiny, resident: Resident, open_engine: OpenEngine) -> None:
+    path = tiny("qwen3moe", "Q8_0", n_expert=16, n_used=1)
+    (expected,) = resident(path, [PROMPT], STEPS, threads=1, ubatch=16)
+    engine = open_engine(path, 4, ubatch=16, drop_cold_experts=1.0, drop_in_prefill=True)
+    assert not differences(drive(engine, PROMPT, STEPS)[0], expected)
+    c = engine.counters()
+    assert c.dropped == 0
+    assert c.evictions > 0
+
+
+def test_with_everything_resident_nothing_falls(tiny: Tiny, open_engine: OpenEngine) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0", n_expert=16, n_used=6), "all", ubatch=16, drop_cold_experts=1.0)
+    prompt = prompt_ids(200, seed=5)  # brings every expert in
+    _, result = drive(engine, prompt, STEPS)
+    assert engine.counters().misses == 16 * len(engine.layers)
+    assert result.decode.drop_routed > 0
+    assert result.decode.dropped == 0
+
+
+class Logged:
+    """Notes every batch that a context decodes, and every return to an earlier place."""
+
+    def __init__(self, engine: bmoe.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        context = engine.context
+        decode, decode_each, truncate = context.decode, context.decode_each, context.truncate
+
+        def log(kind: str, what: Any) -> None:
+            self.calls.append((kind, what))
+
+        monkeypatch.setattr(context, "decode", lambda ids: (log("last", ids.tolist()), decode(ids))[1])
+        monkeypatch.setattr(
+            context, "decode_each", lambda ids, at, skip=0: (log("each", ids.tolist()), decode_each(ids, at, skip))[1]
+        )
+        monkeypatch.setattr(context, "truncate", lambda n: (log("truncate", n), truncate(n))[1])
+
+
+class Guessing:
+    """Drafts three tokens, the first of them often right: the one that followed the last token before."""
+
+    name = "guessing"
+
+    def begin(self, prompt: Any) -> None:
+        pass
+
+    def draft(self, history: NDArray[np.int32], n_max: int | None = None) -> NDArray[np.int32]:
+        return history[: min(3, n_max or 0)]
+
+    def accept(self, n_accepted: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss"])
+def test_verify_batches_drop_by_position(
+    arch: str, tiny: Tiny, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches by stock llama.cpp with the same experts taken out: the same bits after each of them."""
+    path = tiny(arch, "Q8_0" if arch != "gpt-oss" else None, n_expert=16, n_used=6)
+    settings = {"threads": 1, "ubatch": 16}
+    draft = drafting.DraftSpec(types=("ngram",))
+    engine = open_engine(path, 14, drop_cold_experts=0.9, draft=draft, **settings)
+    engine.drafter = Guessing()  # type: ignore[assignment]
+    log = Logged(engine, monkeypatch)
+    generation = engine.generate(PROMPT, max_tokens=STEPS, stop_at_end=False)
+    ends = [engine.context.logits().copy() for _ in generation]
+    spec = generation.result.spec
+    assert spec.drafted > 0
+    with EditedResident(path, engine, 0.9, **settings) as model:
+        n = 0
+        for kind, what in log.calls:
+            if kind == "truncate":
+                model.truncate(what)
+                n = what
+                continue
+            model.dropping = n >= len(PROMPT)
+            model.eval(what) if kind == "last" else model.eval_each(what, n)
+            n += len(what)
+        assert np.array_equal(model.logits(), ends[-1])
+    c = engine.counters()
+    assert (c.dropped, c.drop_routed, c.drop_positions) == (model.dropped, model.routed, model.positions)
+    assert (c.hits, c.misses, c.evictions) == (model.cache.hits, model.cache.misses, model.cache.evictions)
+    assert c.dropped > 20
+    assert c.drop_positions > generation.result.decode_steps * len(engine.layers)
+
+
+# ---- what is refused ------------------------------------------------------------------------------
+
+
+def _llama4(m: tiny_models._Model) -> Any:
+    """Routing weights applied to the experts' input, not to their output."""
+    m.kv(interleave_moe_layer_step=1, rope__dimension_count=m.head)
+
+    def block(il: int) -> None:
+        m.attention(il)
+        m.norm(f"blk.{il}.ffn_norm", m.n_embd)
+        m.router(il)
+        m.experts(il)
+        m.mlp(il, m.n_ff, "_shexp")
+
+    return block
+
+
+def test_weights_that_are_not_in_the_graph_are_refused(
+    resident: Resident, open_engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny_models._BUILDERS, "llama4", _llama4)
+    path = tiny_models.write_tiny(tmp_path / "m.gguf", "llama4", "Q8_0", n_layer=4)  # the fourth is another kind
+    (expected,) = resident(path, [PROMPT], STEPS, threads=1, ubatch=16)
+    assert not differences(drive(open_engine(path, "few", ubatch=16), PROMPT, STEPS)[0], expected)
+    engine = open_engine(path, "few", ubatch=16, drop_cold_experts=0.5)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"--drop-cold-experts: llama4 does not weight .* blk\.0") as e:
+            drive(engine, PROMPT, STEPS)
+        assert "\n" not in str(e.value)
+    assert engine.counters().dropped == 0
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan, math.inf])
+def test_a_threshold_out_of_range(value: float) -> None:
+    with pytest.raises(UsageError, match=r"--drop-cold-experts: .* give above 0 up to 1"):
+        bmoe.EngineConfig(drop_cold_experts=value)
+
+
+def test_settings_that_make_no_sense(tiny: Tiny, open_engine: OpenEngine) -> None:
+    with pytest.raises(UsageError, match="--drop-in-prefill goes with --drop-cold-experts"):
+        bmoe.EngineConfig(drop_in_prefill=True)
+    with pytest.raises(UsageError, match="--drop-cold-experts needs a cache"):
+        bmoe.EngineConfig(drop_cold_experts=0.5, cache_mb=0)
+    with pytest.raises(UsageError, match=r"--drop-cold-experts: .* has no routed experts"):
+        open_engine(tiny("llama", "F32"), drop_cold_experts=0.5)
+    with pytest.raises(UsageError, match="hold no expert: give a larger --cache-mb"):
+        open_engine(tiny("qwen3moe", "Q8_0"), "off", drop_cold_experts=0.5)
+
+
+def test_few_experts_per_token_are_warned_about(tiny: Tiny, open_engine: OpenEngine) -> None:
+    for n_used, warned in ((4, True), (5, False)):
+        engine = open_engine(tiny("qwen3moe", "Q8_0", n_expert=16, n_used=n_used), "few", drop_cold_experts=0.5)
+        assert any("routes 4 experts per token only" in note for note in engine.notes) == warned
