@@ -67,7 +67,7 @@ def test_the_set_dropped_is_numpys() -> None:
     rng, fallen, all_kept = np.random.default_rng(1), 0, 0
     for _ in range(2000):
         weights, ids, slots = _random_batch(rng)
-        threshold = float(rng.choice([1e-9, 0.1, 0.5, 0.75, 1.0, rng.random()]))
+        threshold = float(rng.choice([1e-9, 0.1, 0.5, 0.75, 1.0, 2.0, rng.random()]))
         before = weights.copy()
         dropped, out, mass = _drop.select(weights, ids, slots, threshold)
         expected = plain_drop(weights, ids, set(np.flatnonzero(slots >= 0)), threshold)

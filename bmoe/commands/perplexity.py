@@ -206,8 +206,10 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _windows(args: argparse.Namespace, n_tokens: int, size: int) -> list[Window]:
     cut = windows(n_tokens, size, args.stride)[: args.chunks]
+    if n_tokens < 4:
+        raise UsageError(f"{args.file}: a text of {n_tokens} tokens is too short: give 4 or more")
     if not cut:
-        raise UsageError(f"{args.file}: {n_tokens} tokens do not fill one window of {size}; use -c {max(4, n_tokens)}")
+        raise UsageError(f"{args.file}: {n_tokens} tokens do not fill one window of {size}; use -c {n_tokens} or less")
     return cut
 
 
