@@ -266,9 +266,7 @@ class Engine:
         """
         self._take_turn()
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._busy = generation = Generation(
-            self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop
-        )
+        self._busy = generation = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop)
         return generation
 
     def score(self, ids: Sequence[int], first: int = 1, *, one_by_one: bool = False) -> Scoring:

@@ -16,6 +16,7 @@ from .config import Sampling
 from .decode import Generation, _Stopped
 from .errors import UsageError
 from .metrics import Token
+from .speculation import FlashSplit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -122,7 +123,7 @@ class Scoring(Generation):
     ) -> Generator[Token, None, None]:
         engine, result = self._engine, self.result
         started, faults, zero = time.perf_counter(), osmem.major_faults(), engine.counters()
-        first, mark = len(ids) - max_tokens, zero
+        first, mark, charged = len(ids) - max_tokens, zero, FlashSplit()
         try:
             # Nothing is kept from before: the batches, and with them the rounding, are those of this text alone.
             engine.in_step = False
@@ -139,13 +140,15 @@ class Scoring(Generation):
                     result.decode, result.decode_s = result.decode.plus(mark - since), result.decode_s + took
                     result.decode_steps += 1
                 else:
+                    result.prefill_tokens = end
                     result.prefill, result.prefill_s = result.prefill.plus(mark - since), result.prefill_s + took
                 for i in range(at + skip, end):
+                    flash, charged = result.flash_split.since(charged), result.flash_split.copy()
                     # A batch's whole cost sits on its first token.
                     cost, spent = (mark - since, took) if i == at + skip else (mark - mark, 0.0)
                     token = ids[i + 1]
                     result.token_ids.append(token)
-                    yield Token(i + 1, token, "", spent, spent, cost)
+                    yield Token(i + 1, token, "", spent, spent, cost, flash)
             result.stop = "length"
         except _Stopped:
             result.stop = "cancelled"
