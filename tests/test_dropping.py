@@ -286,7 +286,7 @@ def test_verify_batches_drop_by_position(
     """The same batches by stock llama.cpp with the same experts taken out: the same bits after each of them."""
     path = tiny(arch, "Q8_0" if arch != "gpt-oss" else None, n_expert=16, n_used=6)
     settings = {"threads": 1, "ubatch": 16}
-    draft = drafting.DraftSpec(types=("ngram",))
+    draft = drafting.DraftSpec(types=("ngram",), policy="always")
     engine = open_engine(path, 14, drop_cold_experts=0.9, draft=draft, **settings)
     engine.drafter = Guessing()  # type: ignore[assignment]
     log = Logged(engine, monkeypatch)
