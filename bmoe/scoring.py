@@ -75,7 +75,8 @@ class Tally:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.mean) if self.n else math.nan
+        """exp of the mean; infinite where no float holds it."""
+        return float(np.exp(self.mean)) if self.mean < 700 or math.isnan(self.mean) else math.inf
 
     @property
     def error(self) -> float:
@@ -103,6 +104,10 @@ class Scoring(Generation):
     def __init__(self, engine: Engine, ids: list[int], first: int, one_by_one: bool) -> None:
         if not 1 <= first < len(ids):
             raise UsageError(f"a text of {len(ids)} tokens, scored from token {first} on: nothing to score")
+        if len(ids) > engine.context.n_ctx:
+            raise UsageError(
+                f"the text has {len(ids)} tokens, the context holds {engine.context.n_ctx}: use -c {len(ids)} or more"
+            )
         super().__init__(engine, ids, len(ids) - first, Sampling(), stop_at_end=False)
         self.nll: list[float] = []
         self._one_by_one = one_by_one

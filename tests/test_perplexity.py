@@ -65,7 +65,11 @@ def test_a_tally_is_the_mean_and_its_error() -> None:
     assert tally.perplexity == pytest.approx(math.exp(nll.mean()))
     assert tally.error == pytest.approx(math.exp(nll.mean()) * nll.std(ddof=1) / math.sqrt(1000))
     assert tally.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / (34 * 90))
-    assert math.isnan(Tally().perplexity)
+    for tally in (Tally(), Tally(3, math.nan, math.nan, 5)):
+        assert math.isnan(tally.perplexity)
+        assert math.isnan(tally.error)
+    assert Tally(1, 1e4, 1e8, 5).perplexity == math.inf
+    assert Tally(9, math.inf, math.inf, 5).perplexity == math.inf
     assert Tally().bits_per_byte is None
 
 
@@ -216,7 +220,7 @@ def test_what_cannot_be_scored(tiny: Tiny, open_engine: OpenEngine) -> None:
     for ids, first in ((TEXT, 0), (TEXT, 100), ([1], 1), ([], 1)):
         with pytest.raises(UsageError, match="nothing to score"):
             engine.score(ids, first)
-    with pytest.raises(UsageError, match="the context holds 256"):
+    with pytest.raises(UsageError, match="the text has 300 tokens, the context holds 256: use -c 300 or more"):
         engine.score(TEXT * 3)
     with pytest.raises(UsageError, match="token id 99999 is not in the vocabulary"):
         engine.score([1, 99999])

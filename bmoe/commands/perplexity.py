@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -175,16 +176,21 @@ class Measurement:
             "complete": complete,
             "tokens": t.n,
             "bytes": t.n_bytes,
-            "perplexity": t.perplexity if t.n else None,
-            "perplexity_error": t.error if t.n > 1 else None,
-            "nats_per_token": t.mean if t.n else None,
-            "bits_per_byte": t.bits_per_byte,
+            "perplexity": _finite(t.perplexity),
+            "perplexity_error": _finite(t.error),
+            "nats_per_token": _finite(t.mean),
+            "bits_per_byte": _finite(t.bits_per_byte),
             "bytes_per_token": counters.bytes / tokens if tokens else None,
             "hit_rate": counters.hit_rate,
             "total_s": self.seconds,
             "expert": expert_summary(self.decode, t.n, budget, resident, dropping),
             "prefill": {"expert": expert_summary(self.prefill, self.prefilled, budget, resident, dropping)},
         }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
