@@ -350,11 +350,11 @@ def test_help() -> None:
     assert "perplexity (how well a model predicts a text)" in " ".join(run("--help").out.split())
 
 
-def test_an_interrupted_run_says_what_it_has(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_says_what_it_has(moe: Path, text: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "m.json"
     long = tmp_path / "long.txt"
     long.write_text(text.read_text(encoding="utf-8") * 30, encoding="utf-8")
-    process = start("perplexity", long, "--mode", "decode", "-c", "128", "-t", "1", "--metrics-json", metrics)
+    process = start("perplexity", long, "-m", moe, "--mode", "decode", "-c", "64", "-t", "1", "--metrics-json", metrics)
     assert process.stderr is not None
     while b"cache: " not in process.stderr.readline():
         pass
