@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import io
 import os
 import select
@@ -12,56 +11,42 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
 
-from . import chat, demo, llama, report
-from .config import (
-    DEFAULT_CONTEXT,
-    DEFAULT_LANES,
-    DEFAULT_SNAPSHOTS,
-    DEFAULT_UBATCH,
-    MAX_LANES,
-    EngineConfig,
-    Sampling,
-)
+from . import chat, commands, demo, llama, report
+from .config import DEFAULT_SNAPSHOTS, EngineConfig, Sampling
 from .drafting import add_draft_flags, spec_from_args
 from .engine import Engine
 from .errors import BmoeError, UsageError
-from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
+from .flags import (
+    Parser,
+    add_compute_flags,
+    add_lossy_flags,
+    add_model_flag,
+    add_report_flags,
+    add_streaming_flags,
+    engine_settings,
+)
 from .stopping import StopStrings
-from .terminal import ProgressView
+from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, write
 from .version import __version__
-from .weights import DENSE_MODES
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
 _AGAIN_S = 1.0  # a Ctrl-C this soon after another one changes nothing: the first is being served
-
-
-Say = Callable[[str], None]
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see python -m bmoe --help)")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All flags, in groups."""
-    p = _Parser(
+    p = Parser(
         prog="bmoe",
         description="Runs Mixture-of-Experts GGUF models larger than memory: routed experts are streamed from "
         "disk through a bounded cache while the current layer computes.",
-        epilog="With no -m, the bundled demo model runs; docs/ explains every flag.",
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=100),
+        epilog=f"With no -m, the bundled demo model runs; docs/ explains every flag. {commands.summary()}",
     )
     p.add_argument("--version", action="version", version=f"bmoe {__version__}")
     g = p.add_argument_group("model and prompt")
-    g.add_argument("-m", "--model", metavar="FILE", help="GGUF file, or the first of its shards")
+    add_model_flag(g)
     g.add_argument("-p", "--prompt", metavar="TEXT", help="prompt; - reads it from standard input")
     g.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
     g.add_argument("-n", "--n-predict", type=int, metavar="N", help="tokens to generate (256)")
@@ -79,36 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     g.add_argument("--top-p", type=float, metavar="F", help="keep the likeliest tokens up to this mass (0.95)")
     g.add_argument("--seed", type=int, metavar="N", help="seed of the draw (0)")
 
-    g = p.add_argument_group("compute")
-    g.add_argument("-t", "--threads", type=int, default=0, metavar="N", help="compute threads (one per core)")
-    g.add_argument(
-        "-c", "--ctx-size", type=int, default=0, metavar="N", help=f"context (the model's, at most {DEFAULT_CONTEXT})"
-    )
-    g.add_argument(
-        "--ubatch", type=int, default=DEFAULT_UBATCH, metavar="N", help=f"tokens of a prefill batch ({DEFAULT_UBATCH})"
-    )
-    g.add_argument("--n-expert-used", type=int, metavar="N", help="route N experts instead of the model's (lossy)")
-
-    g = p.add_argument_group("expert streaming")
-    g.add_argument(
-        "--cache-mb", default="auto", metavar="N|auto|0", help="memory for experts, MiB; 0 streams with no cache (auto)"
-    )
-    g.add_argument(
-        "--cache-floor-mb", type=int, metavar="N",
-        help=f"auto leaves this much to the system ({DEFAULT_FLOOR_MB}, less under a small limit)",
-    )  # fmt: skip
-    g.add_argument("--cache-ceil-mb", type=int, metavar="N", help="auto takes no more than this")
-    g.add_argument("--force-cache", action="store_true", help="accept a cache below one token's routed experts")
-    g.add_argument("--overlap", action="store_true", help="compute resident experts while the others are read")
-    g.add_argument(
-        "--io-threads", type=int, default=DEFAULT_LANES, metavar="N",
-        help=f"read lanes, 1 to {MAX_LANES} ({DEFAULT_LANES})",
-    )  # fmt: skip
-    g.add_argument("--no-odirect", action="store_true", help="read through the page cache")
-    g.add_argument(
-        "--dense-weights", choices=DENSE_MODES, default="anon", metavar="|".join(DENSE_MODES),
-        help="how non-expert weights are kept (anon: a copy in memory)",
-    )  # fmt: skip
+    add_compute_flags(p)
+    add_streaming_flags(p)
+    add_lossy_flags(p)
 
     g = p.add_argument_group("drafting (off by default; needs greedy decoding)")
     add_draft_flags(g)
@@ -120,9 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"recurrent models: longest draft that can be taken back ({DEFAULT_SNAPSHOTS})",
     )
 
-    g = p.add_argument_group("reports")
-    g.add_argument("--metrics-json", type=Path, metavar="PATH", help="write the run's metrics as one JSON object")
-    g.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+    add_report_flags(p)
     return p
 
 
@@ -134,15 +90,24 @@ def main(argv: Sequence[str] | None = None, *, take_interrupt: bool = False) -> 
     try:
         _prepare_streams()
         _prepare_interrupt(take_interrupt)
-        return run(build_parser().parse_args(argv))
+        words = list(sys.argv[1:] if argv is None else argv)
+        command = commands.find(words)
+        if command is not None:
+            code = command.run(command.build_parser().parse_args(words[1:]))
+            return _interrupted() if code == INTERRUPTED else code
+        return run(build_parser().parse_args(words))
     except BmoeError as e:
-        _say(f"bmoe: {_one_line(str(e))}")
+        say(f"bmoe: {_one_line(str(e))}")
         return e.exit_code
+    except OutputError as e:
+        if str(e):
+            say(f"bmoe: {e}")
+        return BmoeError.exit_code
     except MemoryError:
-        _say("bmoe: out of memory: use a smaller --cache-mb, or a smaller -c")
+        say("bmoe: out of memory: use a smaller --cache-mb, or a smaller -c")
         return BmoeError.exit_code
     except KeyboardInterrupt:
-        _say("bmoe: interrupted")
+        say("bmoe: interrupted")
         return _interrupted()
 
 
@@ -189,7 +154,6 @@ def _one_line(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """One generation as `args` ask for it."""
     prompt = read_prompt(args)
-    check_cache_flags(args)
     if args.metrics_json:
         inputs = [f for f in (args.model, args.file) if f]
         report.check_writable(args.metrics_json, "--metrics-json", inputs)
@@ -198,46 +162,26 @@ def run(args: argparse.Namespace) -> int:
     StopStrings(args.stop)
     bundled = args.model is None
     sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None)
-    settings: dict[str, Any] = {
-        "cache_mb": args.cache_mb,
-        "cache_floor_mb": DEFAULT_FLOOR_MB if args.cache_floor_mb is None else args.cache_floor_mb,
-        "cache_ceil_mb": args.cache_ceil_mb,
-        "force_cache": args.force_cache,
-        "overlap": args.overlap,
-        "io_threads": args.io_threads,
-        "odirect": not args.no_odirect,
-        "dense_weights": args.dense_weights,
-        "threads": args.threads,
-        "ctx": args.ctx_size,
-        "ubatch": args.ubatch,
-        "n_expert_used": args.n_expert_used,
-        "draft": spec_from_args(args),
-        "rs_snapshots": args.rs_snapshots,
-    }
+    settings = {**engine_settings(args), "draft": spec_from_args(args), "rs_snapshots": args.rs_snapshots}
     EngineConfig(**settings)  # before a large file is touched
-    say = _silent if args.quiet else _say
+    tell = silent if args.quiet else say
     if bundled:
         how = "greedy" if sampling.greedy else f"sampling at temperature {sampling.temp} with seed {sampling.seed}"
-        say(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
+        tell(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
     llama.exit_on_abort()
     with ProgressView(enabled=not args.quiet) as view:
         engine = Engine.open(args.model, progress=view.update, **settings)
     with engine:
-        say(f"model: {engine.path.name}, {engine.arch}, opened in {engine.load_s:.2f} s")
-        if engine.decision is not None:
-            say(engine.decision.explain())
-        for note in engine.notes:
-            say(f"note: {note}")
-        if args.n_expert_used is not None:
-            say(f"note: {args.n_expert_used} experts per token instead of the model's own number: output differs")
+        for line in report.opening_lines(engine):
+            tell(line)
         if args.chat:
             prompt = chat.apply_template(engine, prompt, think=not args.no_think)
         elif args.chatml:
             prompt = chat.chatml(prompt, think=not args.no_think)
-        return _generate(engine, prompt, sampling, args, say)
+        return _generate(engine, prompt, sampling, args, tell)
 
 
-def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, say: Say) -> int:
+def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, tell: Say) -> int:
     n = 256 if args.n_predict is None else args.n_predict
     generation = engine.generate(
         prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos, stop=args.stop
@@ -250,12 +194,12 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
         shown = 0
         for token in chain([first] if first is not None else [], generation):
             shown += len(token.text)
-            _write(token.text)
+            write(token.text)
         # What was held back: the beginning of a stop string that did not come, or of a character.
-        _write(result.text[shown:])
+        write(result.text[shown:])
     except KeyboardInterrupt:
         code, stop = INTERRUPTED, "interrupted"
-    except _OutputError as e:
+    except OutputError as e:
         # The reader of stdout has gone (`| head`), or its disk is full.
         code, stop, failure = 1, "cancelled", str(e)
     finally:
@@ -263,7 +207,7 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
     result.stop = stop if code else result.stop
     _end_text(patient=code != INTERRUPTED)
     for line in report.summary_lines(engine, result):
-        say(line)
+        tell(line)
     if args.metrics_json:
         report.write_json(args.metrics_json, report.metrics(engine, result, sampling))
     if failure:
@@ -271,45 +215,11 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
     return _interrupted() if code == INTERRUPTED else code
 
 
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads stderr (`2>&1 | head`)
-        print(line, file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
-
-
-class _OutputError(Exception):
-    """Standard output takes no more text; the message is "" where its reader has just gone."""
-
-
-def _write(text: str) -> None:
-    if not text:
-        return
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        _drop_stdout()
-        raise
-    except OSError as e:
-        _drop_stdout()
-        raise _OutputError("" if e.errno == errno.EPIPE else f"standard output: {e.strerror}") from None
-
-
-def _drop_stdout() -> None:
-    """Sends what is still buffered nowhere: it would fail, or block, again at exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
-
-
 def _end_text(patient: bool) -> None:
     """Ends the text with a line break; not `patient`: only where that cannot block."""
-    with contextlib.suppress(_OutputError, OSError, ValueError):
+    with contextlib.suppress(OutputError, OSError, ValueError):
         if patient or select.select([], [sys.stdout], [], 0)[1]:
-            _write("\n")
+            write("\n")
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -341,16 +251,6 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.model is not None:
         raise UsageError("no prompt: give -p TEXT, -p - or -f FILE")
     return demo.PROMPT
-
-
-def check_cache_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError for cache flags that would be ignored."""
-    mode, _ = parse_cache_mb(args.cache_mb)
-    if args.cache_floor_mb is not None and mode != "auto":
-        raise UsageError("--cache-floor-mb goes with --cache-mb auto")
-    if mode == "off" and (args.cache_ceil_mb is not None or args.force_cache):
-        flag = "--force-cache" if args.force_cache else "--cache-ceil-mb"
-        raise UsageError(f"{flag} needs a cache: it excludes --cache-mb 0")
 
 
 def choose_sampling(args: argparse.Namespace, demo_run: bool) -> Sampling:

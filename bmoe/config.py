@@ -43,6 +43,10 @@ class EngineConfig:
     n_expert_used: int | None = None
     draft: DraftSpec = field(default_factory=DraftSpec)
     rs_snapshots: int = DEFAULT_SNAPSHOTS
+    drop_cold_experts: float | None = None
+    drop_in_prefill: bool = False
+    score_rows: int = 0
+    """Tokens of one batch that `Engine.score` wants the logits of; fewer where they would take much memory."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.io_threads <= MAX_LANES:
@@ -64,7 +68,19 @@ class EngineConfig:
             raise UsageError(f"--dense-weights: {self.dense_weights!r} is none of {', '.join(DENSE_MODES)}")
         if not 0 <= self.rs_snapshots <= 1024:
             raise UsageError(f"--rs-snapshots: {self.rs_snapshots} is out of range, give 0 to 1024")
-        self.cache_request()
+        if not 0 <= self.score_rows <= MAX_CONTEXT:
+            raise UsageError(f"score_rows: {self.score_rows} is out of range, give 0 to {MAX_CONTEXT}")
+        cache = self.cache_request()
+        if self.drop_cold_experts is None:
+            if self.drop_in_prefill:
+                raise UsageError("--drop-in-prefill goes with --drop-cold-experts")
+        elif not 0.0 < self.drop_cold_experts <= 1.0:
+            raise UsageError(
+                f"--drop-cold-experts: {self.drop_cold_experts} is out of range, give above 0 up to 1 "
+                "(a part of the mean routing weight)"
+            )
+        elif cache.mode == "off" or cache.mb == 0:
+            raise UsageError("--drop-cold-experts needs a cache: without one every expert is cold; drop --cache-mb 0")
 
     def cache_request(self) -> CacheRequest:
         """The cache part of it, for `sizing.decide`."""

@@ -282,7 +282,7 @@ class Generation:
         for at in range(done, len(ids), step):
             engine.report_progress("prefill", at - done, whole)
             try:
-                self._decode(np.array(ids[at : at + step], np.int32))
+                self._decode(np.array(ids[at : at + step], np.int32), drop=engine.config.drop_in_prefill)
                 if cause == "prefill":
                     self.result.prefill_tokens = min(at + step, len(ids)) - done
             finally:
@@ -291,16 +291,21 @@ class Generation:
                 self.result.flash_split.charge(cause, total[0], again[0])
         engine.report_progress("prefill", whole, whole)
 
-    def _decode(self, tokens: IntArray, each: bool = False) -> None:
-        """Appends tokens to the sequence, or leaves it as it was and says why not."""
+    def _decode(self, tokens: IntArray, each: bool = False, skip: int = 0, drop: bool = True) -> None:
+        """Appends tokens to the sequence, or leaves it as it was and says why not.
+
+        `each`: logits of every one are kept, but for the first `skip`; `drop`: cold experts may be dropped, where the
+        engine does that.
+        """
         engine = self._engine
         if engine.cancelled:
             raise _Stopped
         self._width = len(tokens)
         context = engine.context
         engine.in_step = False
+        engine.streamer.set_dropping(drop)
         t0 = time.perf_counter()
-        code = context.decode_each(tokens, len(engine.cached_ids)) if each else context.decode(tokens)
+        code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
         self._graph_s += time.perf_counter() - t0
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())
@@ -315,13 +320,18 @@ class Generation:
             return
         self._recover()
         interrupt = engine.streamer.take_interrupt()
-        failure = engine.lanes.failure()
+        failure, unweighted = engine.lanes.failure(), engine.streamer.take_drop_fault()
         engine.streamer.reset(failure is not None)
         if failure is not None:
             engine.lanes.clear_failure()
             raise ReadError(failure)
         if interrupt is not None:
             raise interrupt
+        if unweighted is not None:
+            raise UsageError(
+                f"--drop-cold-experts: {engine.arch} does not weight its experts' outputs in "
+                f"{engine.layers[unweighted].block}, so none can be dropped: leave the flag out"
+            )
         if code == llama.ABORTED or engine.cancelled:
             raise _Stopped
         if code == 1:

@@ -20,6 +20,7 @@ from .errors import BmoeError, ModelError, UsageError
 from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .metrics import StreamCounters
 from .pacing import make_pace
+from .scoring import Scoring
 from .sizing import CacheDecision, ModelSizes, decide
 from .weights import Weights
 
@@ -27,6 +28,10 @@ ALLOWANCE = 64 << 20
 """What the process may hold beyond weights, KV cache, compute buffers and the cache budget, bytes."""
 RESERVE = 28 << 20
 """Of the allowance: kept for what grows later (ggml's work buffer, activations, heap)."""
+LOGITS_BYTES = 64 << 20
+"""At most this much for the logits of one batch, where a text is scored."""
+FEW_EXPERTS = 4
+"""Experts per token up to which dropping one is warned about: each carries a quarter of the weight or more."""
 _POPULATE_STEP = 32 << 20
 
 Progress = Callable[[str, int, int], None]
@@ -120,13 +125,16 @@ class Engine:
         n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
         n_ubatch = min(config.ubatch, n_ctx)
         longest = min(config.draft.longest(), n_ubatch - 1)
+        fit = max(1, LOGITS_BYTES // (4 * model.n_vocab))
+        self.score_rows = max(1, min(config.score_rows, n_ubatch, fit))
         room = osmem.read_memory_facts().available()
         with osmem.allocations_within(room):
             self.context = llama.Context(
                 model,
                 n_ctx=n_ctx,
                 n_ubatch=n_ubatch,
-                n_outputs=longest + 1,
+                n_outputs=max(longest + 1, self.score_rows),
+                n_each=n_ubatch if config.score_rows else 0,
                 n_snapshots=min(longest, config.rs_snapshots),
                 n_threads=n_threads,
                 eval_callback=hook.callback if layers else 0,
@@ -144,6 +152,8 @@ class Engine:
         self.decision: CacheDecision | None = None
         if layers:
             self._start_cache(stack, config)
+        if config.drop_cold_experts is not None:
+            self._start_dropping(config.drop_cold_experts)
 
     def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
         if config.n_expert_used is None:
@@ -218,6 +228,21 @@ class Engine:
         )
         self.cache = cache
 
+    def _start_dropping(self, threshold: float) -> None:
+        if self.cache is None:
+            raise UsageError(f"--drop-cold-experts: {self.path} has no routed experts")
+        if not self.cache.n_slots:
+            raise UsageError(
+                f"--drop-cold-experts needs a cache, and {self.budget_bytes >> 20} MiB hold no expert: "
+                "give a larger --cache-mb"
+            )
+        if self.n_used <= FEW_EXPERTS:
+            self.notes.append(
+                f"--drop-cold-experts: the model routes {self.n_used} experts per token only, each carries much of "
+                "the output: measure the loss (python -m bmoe perplexity)"
+            )
+        self.streamer.drop_cold(threshold)
+
     # ---- use ------------------------------------------------------------------------------------
 
     def generate(
@@ -239,16 +264,31 @@ class Engine:
         streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
         Raises UsageError where the prompt is empty or longer than the context.
         """
+        self._take_turn()
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._busy = generation = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop)
+        return generation
+
+    def score(self, ids: Sequence[int], first: int = 1, *, one_by_one: bool = False) -> Scoring:
+        """Starts to score a text: how surprised the model is by each of `ids[first:]`, given all before it.
+
+        Iterate over it for the tokens; their surprises, in nats, are in its `nll`. The text is computed from an empty
+        sequence in batches, as a prompt is, or from `first` on `one_by_one`, as in decode. `score_rows` of the
+        settings is how many tokens of a batch are scored together. Raises UsageError where the text is longer than
+        the context or there is nothing to score.
+        """
+        self._take_turn()
+        self._busy = scoring = Scoring(self, [int(t) for t in ids], first, one_by_one)
+        return scoring
+
+    def _take_turn(self) -> None:
         self._check_open()
         if self._busy is not None and self._busy.running:
             if self._busy.stepping:
                 raise BmoeError("a generation is running on this engine in another thread: cancel it first")
             self._busy.close()  # left in the middle: its consumer has gone
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._cancelled.clear()
         self.streamer.take_interrupt()  # of a cancel() that came after the last graph
-        self._busy = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop)
-        return self._busy
 
     def cancel(self) -> None:
         """Ends the running generation at the next graph node; callable from any thread."""
@@ -260,10 +300,10 @@ class Engine:
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`."""
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`; `special`: the names of control tokens in it stand for these."""
         self._check_open()
-        return llama.tokenize(self.model, text)
+        return llama.tokenize(self.model, text, special=special)
 
     def special_text(self, name: str) -> str:
         """Text of the "bos" or "eos" token, "" where the model has none."""
@@ -278,7 +318,7 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        return StreamCounters(*self.streamer.counters(), *self.lanes.counters())
+        return StreamCounters(*self.streamer.counters(), *self.lanes.counters(), *self.streamer.drop_counters())
 
     @property
     def budget_bytes(self) -> int:

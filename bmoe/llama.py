@@ -177,6 +177,7 @@ class Model:
     host: _ggml.ModelHost
     tensors: dict[str, list[int]]
     vocab: Any = None
+    n_vocab: int = 0
     _keep: list[Any] = field(default_factory=list)
 
     def place(self, name: str, data: int) -> None:
@@ -251,7 +252,8 @@ def load_model(
     if not handle:
         host.close()
         raise ModelError(f"{name}: llama.cpp cannot load it: {_reason(log)}")
-    return Model(handle, host, host.finish_load(), C.llama_model_get_vocab(handle), keep)
+    vocab = C.llama_model_get_vocab(handle)
+    return Model(handle, host, host.finish_load(), vocab, int(C.llama_vocab_n_tokens(vocab)), keep)
 
 
 # ---- context --------------------------------------------------------------------------------------
@@ -282,6 +284,7 @@ class Context:
         n_ubatch: int,
         n_threads: int,
         n_outputs: int = 1,
+        n_each: int = 0,
         n_snapshots: int = 0,
         eval_callback: int = 0,
         abort_callback: int = 0,
@@ -316,11 +319,11 @@ class Context:
         self.buffers = self._sizes(log)
         self.n_ctx = int(C.llama_n_ctx(self.handle))
         self.n_batch = int(C.llama_n_batch(self.handle))
-        self.n_vocab = int(C.llama_vocab_n_tokens(model.vocab))
+        self.n_vocab = model.n_vocab
         self._memory = C.llama_get_memory(self.handle)
         self.recurrent = bool(C.llama_model_is_recurrent(model.handle) or C.llama_model_is_hybrid(model.handle))
         self.n_snapshots = int(C.llama_n_rs_seq(self.handle))
-        self._batch = C.llama_batch_init(n_outputs, 0, 1)
+        self._batch = C.llama_batch_init(n_each or n_outputs, 0, 1)
         self._address = int(ctypes.cast(self.handle, ctypes.c_void_p).value or 0)
         self._vocab_address = int(ctypes.cast(model.vocab, ctypes.c_void_p).value or 0)
         self._logits_at = 0
@@ -345,8 +348,11 @@ class Context:
         batch = C.llama_batch_get_one(tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return int(C.llama_decode(self.handle, batch))
 
-    def decode_each(self, tokens: npt.NDArray[np.int32], position: int) -> int:
-        """As `decode`, at `position` (how many tokens the sequence holds), with logits of every token kept."""
+    def decode_each(self, tokens: npt.NDArray[np.int32], position: int, skip: int = 0) -> int:
+        """As `decode`, at `position` (how many tokens the sequence holds), with logits of all but the first `skip`.
+
+        At most `n_outputs` of them, in a batch of at most `n_each` tokens.
+        """
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -354,7 +360,7 @@ class Context:
             batch.pos[i] = position + i
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = 1
+            batch.logits[i] = i >= skip
         return int(C.llama_decode(self.handle, batch))
 
     def logits(self) -> npt.NDArray[np.float32]:
@@ -364,6 +370,11 @@ class Context:
             floats = (ctypes.c_float * self.n_vocab).from_address(address)
             self._logits_at, self._logits = address, np.ctypeslib.as_array(floats)
         return self._logits
+
+    def logits_of(self, row: int) -> npt.NDArray[np.float32]:
+        """As `logits`, of the token at place `row` of the last batch, where they were kept."""
+        floats = (ctypes.c_float * self.n_vocab).from_address(_lib.llama_get_logits_ith(self.handle, row))
+        return np.ctypeslib.as_array(floats)
 
     def greedy(self, row: int = -1) -> tuple[int, bool, bytes]:
         """The likeliest token after the last decoded one: its id, whether it ends a generation, its bytes.
@@ -429,6 +440,11 @@ def special_text(model: Model, name: str) -> str:
     """Text of the "bos" or "eos" token, "" where there is none."""
     token = int(getattr(C, f"llama_vocab_{name}")(model.vocab))
     return piece(model, token, special=True).decode("utf-8", "replace") if token >= 0 else ""
+
+
+def bos_token(model: Model) -> int:
+    """The id of BOS, negative where there is none."""
+    return int(C.llama_vocab_bos(model.vocab))
 
 
 def adds_bos(model: Model) -> bool:

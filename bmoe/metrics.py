@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import sub
+from operator import add, sub
 from typing import Any, NamedTuple
 
 from .speculation import FlashSplit, SpecResult
@@ -17,7 +17,9 @@ class StreamCounters(NamedTuple):
     stores them, `disk_bytes` what the reads moved, alignment and dense weights included. Times in nanoseconds:
     `plan_ns` cache management, `stall_ns` compute threads waiting for reads (summed over threads), `moe_ns`
     thread 0 inside expert matmuls, `lane_ns` lanes inside reads and `lane_cpu_ns` their CPU there
-    (summed over lanes), `disk_ns` wall time with a read queued or under way.
+    (summed over lanes), `disk_ns` wall time with a read queued or under way. Where cold experts are dropped:
+    `drop_positions` (layer, token) pairs decided, `drop_routed` routed experts of these, `dropped` those that fell,
+    `drop_mass` the sum over the pairs of the share of the routing weights that fell.
     """
 
     plans: int = 0
@@ -36,15 +38,28 @@ class StreamCounters(NamedTuple):
     lane_ns: int = 0
     lane_cpu_ns: int = 0
     disk_ns: int = 0
+    drop_positions: int = 0
+    drop_routed: int = 0
+    dropped: int = 0
+    drop_mass: float = 0.0
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
         return StreamCounters._make(map(sub, self, other))
+
+    def plus(self, other: StreamCounters) -> StreamCounters:
+        """Sums; `+` of a tuple would put one after the other."""
+        return StreamCounters._make(map(add, self, other))
 
     @property
     def hit_rate(self) -> float | None:
         """Share of routed experts that were in the cache, 0..1; None where nothing was routed."""
         looked = self.hits + self.misses
         return self.hits / looked if looked else None
+
+    @property
+    def dropped_weight(self) -> float:
+        """Share of the routing weights that fell, 0..1, mean over layers and tokens."""
+        return self.drop_mass / self.drop_positions if self.drop_positions else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,9 @@ class GenerationResult:
         return self.decoded / after if self.decoded and after > 0 else None
 
 
-def expert_summary(counters: StreamCounters, steps: int, budget: int, resident: int) -> dict[str, Any]:
+def expert_summary(
+    counters: StreamCounters, steps: int, budget: int, resident: int, drop_threshold: float | None = None
+) -> dict[str, Any]:
     """The `expert` object of the metrics file for one phase."""
     return {
         "bytes_read": counters.bytes,
@@ -131,4 +148,10 @@ def expert_summary(counters: StreamCounters, steps: int, budget: int, resident: 
         "streamed": counters.streamed,
         "budget_bytes": budget,
         "resident_bytes": resident,
+        "drop": {
+            "threshold": drop_threshold,
+            "routed": counters.drop_routed,
+            "dropped": counters.dropped,
+            "weight_mass_dropped": counters.dropped_weight,
+        },
     }

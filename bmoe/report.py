@@ -18,6 +18,26 @@ from .version import __version__
 MiB = 1 << 20
 
 
+def opening_lines(engine: Engine) -> list[str]:
+    """What was opened and what the engine decided, a line for each subject."""
+    config = engine.config
+    lines = [f"model: {engine.path.name}, {engine.arch}, opened in {engine.load_s:.2f} s"]
+    if engine.decision is not None:
+        lines.append(engine.decision.explain())
+    lines += [f"note: {note}" for note in engine.notes]
+    if config.n_expert_used is not None:
+        lines.append(
+            f"note: {config.n_expert_used} experts per token instead of the model's own number: output differs"
+        )
+    if config.drop_cold_experts is not None:
+        where = "decode and prefill" if config.drop_in_prefill else "decode"
+        lines.append(
+            f"note: cold experts below {config.drop_cold_experts:g}/{engine.n_used} of the routing weight are dropped "
+            f"in {where}: output differs, and depends on what is in the cache"
+        )
+    return lines
+
+
 def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     """The end-of-run summary, a line for each subject."""
     lines = [
@@ -32,6 +52,7 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     lines += spec_lines(result)
     if engine.cache is None:
         return lines
+    lines += drop_lines(engine.config.drop_cold_experts, result.prefill, result.decode)
     decode, steps = result.decode, result.decode_steps
     per_token = f"{decode.bytes / MiB / result.decoded:.1f} MiB/token" if steps else "no decode step"
     lines.append(f"moe-stream: {(result.prefill.bytes + decode.bytes) / MiB:.0f} MiB read, {per_token}")
@@ -70,6 +91,18 @@ def spec_lines(result: GenerationResult) -> list[str]:
     return lines
 
 
+def drop_lines(threshold: float | None, *phases: StreamCounters) -> list[str]:
+    """What dropping cold experts left out, over all phases; nothing where it is off."""
+    if threshold is None:
+        return []
+    routed, dropped = (sum(getattr(c, name) for c in phases) for name in ("drop_routed", "dropped"))
+    mass, positions = (sum(getattr(c, name) for c in phases) for name in ("drop_mass", "drop_positions"))
+    return [
+        f"moe-drop: {dropped} of {routed} routed experts dropped ({100 * dropped / max(1, routed):.1f} %), "
+        f"{100 * mass / max(1, positions):.2f} % of the routing weight, below {threshold:g}/top-k"
+    ]
+
+
 def split_line(result: GenerationResult) -> str:
     """Bytes read from disk by cause, and the share of them that the cache had held before."""
     split = result.flash_split
@@ -98,6 +131,7 @@ def _rate(value: float | None) -> str:
 def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dict[str, Any]:
     """The metrics object. `expert` is of decode; `prefill.expert` the same for prefill. Bytes and seconds."""
     budget, resident = engine.budget_bytes, engine.resident_bytes
+    dropping = engine.config.drop_cold_experts
     memory = osmem.read_process_memory()
     return {
         "version": __version__,
@@ -141,8 +175,8 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "spec": {**result.spec.as_dict(), "effective_tok_s": result.effective_tok_s},
         "flash_split": result.flash_split.as_dict(),
         "flash_split_rereads": dict(result.flash_split.rereads),
-        "expert": expert_summary(result.decode, result.decoded, budget, resident),
-        "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident)},
+        "expert": expert_summary(result.decode, result.decoded, budget, resident, dropping),
+        "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident, dropping)},
         "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,

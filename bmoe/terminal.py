@@ -1,14 +1,59 @@
-"""Progress on a terminal; on a pipe, nothing."""
+"""What a command says: lines on stderr, text on stdout, and progress on a terminal (on a pipe, none)."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-_STAGES = {"dense": "reading dense weights", "prefill": "prefill"}
+_STAGES = {"dense": "reading dense weights", "prefill": "prefill", "score": "scoring"}
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(OSError):  # nobody reads stderr (`2>&1 | head`)
+        print(line, file=sys.stderr, flush=True)
+
+
+def silent(line: str) -> None:
+    """Says nothing (`-q`)."""
+
+
+class OutputError(Exception):
+    """Standard output takes no more text; the message is "" where its reader has just gone."""
+
+
+def write(text: str) -> None:
+    """Text on stdout, at once. Raises OutputError."""
+    if not text:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _drop_stdout()
+        raise
+    except OSError as e:
+        _drop_stdout()
+        raise OutputError("" if e.errno == errno.EPIPE else f"standard output: {e.strerror}") from None
+
+
+def _drop_stdout() -> None:
+    """Sends what is still buffered nowhere: it would fail, or block, again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 class ProgressView:
@@ -38,7 +83,7 @@ class ProgressView:
             return
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=whole, amount="")
-        amount = f"{done}/{whole} tokens" if stage == "prefill" else f"{done >> 20}/{whole >> 20} MiB"
+        amount = f"{done >> 20}/{whole >> 20} MiB" if stage == "dense" else f"{done}/{whole} tokens"
         self._progress.update(self._bars[stage], completed=done, total=whole, amount=amount)
 
     def __exit__(

@@ -18,6 +18,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bmoe._cache cimport (Cache, ExpertCache, cache_admit, cache_find, cache_forget, cache_seen, cache_touch)
+from bmoe._drop cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
 from bmoe._lanes cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64, bm_now_ns,
                           bm_spin_lock, bm_spin_unlock, bm_store, pool_submit, pool_wait_idle,
@@ -82,6 +83,8 @@ cdef bint _reserve(Moe *m, bm_tensor *t) noexcept nogil:
         if one:
             m.tiled_one = one
             m.tiled = <char *>malloc(one * m.n_threads + 64)
+    if m.drop.threshold > 0 and not drop_reserve(&m.drop, n_rows):
+        return False
     return m.n_rows_max >= n_rows and m.q_size >= need and m.n_positions >= ids.ne[1]
 
 
@@ -105,6 +108,7 @@ cdef void _note(Moe *m, Part *p, bm_tensor *t) noexcept nogil:
     m.walk_ids = t.src[2]
     m.walk_src = t.src[1]
     m.walk_vdt = vdt
+    drop_matmul(&m.drop, t, &p.segment.weights, p.first)
 
 
 cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
@@ -126,6 +130,8 @@ cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
             t.op = ggml().op_custom
             memcpy(&t.op_params[0], &cp, sizeof(cp))
             _note(m, p, t)
+    elif m.drop.threshold > 0:
+        drop_walk(&m.drop, t)
     return False
 
 
@@ -243,12 +249,19 @@ cdef inline int32_t _id(bm_tensor *ids, int64_t i, int64_t token) noexcept nogil
     return (<int32_t *>(<char *>ids.data + token * ids.nb[1] + i * ids.nb[0]))[0]
 
 
+cdef inline int32_t _wanted(Moe *m, bm_tensor *ids, int64_t i, int64_t token) noexcept nogil:
+    # The expert, or -1 where it has fallen.
+    if m.drop.n_gone and m.drop.gone[token * ids.ne[0] + i]:
+        return -1
+    return _id(ids, i, token)
+
+
 cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     cdef bm_tensor *ids = dst.src[2]
     cdef Layer *l = &m.layers[p.layer]
     cdef Cache *c = m.cache
     cdef int64_t n_used = ids.ne[0], n_tok = ids.ne[1], tok, i
-    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, n_resident = 0
+    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, r, n_resident = 0
     cdef bint wide
     cdef Part *q
     cdef int64_t t0 = bm_now_ns()
@@ -257,17 +270,21 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     m.epoch += 1
     m.plan_layer = p.layer
     m.plan_segment = p.segment
+    if m.drop.threshold > 0 and not drop_plan(&m.drop, c, p.layer, ids, p.segment.weights, m.x_of):
+        bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
     memset(m.count, 0, sizeof(int) * l.n_expert)
     for tok in range(n_tok):
         for i in range(n_used):
-            m.count[_id(ids, i, tok)] += 1
+            e = _wanted(m, ids, i, tok)
+            if e >= 0:
+                m.count[e] += 1
     # Experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
     for e in range(l.n_expert):
         m.x_of[e] = -1
     for tok in range(n_tok - 1, -1, -1):
         for i in range(n_used):
-            e = _id(ids, i, tok)
-            if m.x_of[e] < 0:
+            e = _wanted(m, ids, i, tok)
+            if e >= 0 and m.x_of[e] < 0:
                 m.x_of[e] = n_x
                 m.x_expert[n_x] = e
                 n_x += 1
@@ -303,7 +320,7 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     for x in range(n_keep - 1, -1, -1):
         if m.x_slot[x] >= 0:
             cache_touch(c, m.x_slot[x])
-    # Rows by expert.
+    # Rows by expert, then those that fell.
     at = 0
     for x in range(n_x):
         m.x_start[x] = at
@@ -312,10 +329,16 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     m.x_start[n_x] = at
     for tok in range(n_tok):
         for i in range(n_used):
-            x = m.x_of[_id(ids, i, tok)]
-            m.rows[2 * m.fill_at[x]] = <int32_t>i
-            m.rows[2 * m.fill_at[x] + 1] = <int32_t>tok
-            m.fill_at[x] += 1
+            e = _wanted(m, ids, i, tok)
+            if e >= 0:
+                x = m.x_of[e]
+                r = m.fill_at[x]
+                m.fill_at[x] += 1
+            else:
+                r = at
+                at += 1
+            m.rows[2 * r] = <int32_t>i
+            m.rows[2 * r + 1] = <int32_t>tok
     for o in range(p.segment.n):
         q = &m.parts[p.segment.part[o]]
         for x in range(n_x):
@@ -417,6 +440,8 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
         _quantize(m, dst.src[1], tr.vec_dot_type, ith, nth)
     if p.first or quantize:
         bm_barrier_wait(&m.barrier, nth)
+    if m.drop.n_gone:
+        drop_zero(&m.drop, dst, m.rows + 2 * m.x_start[m.n_x], ith, nth)
     next_chunk = m.next_chunk + p.order * m.max_expert
     n_chunks = m.n_chunks + p.order * m.max_expert
     left = m.left_chunks + p.order * m.max_expert
@@ -589,6 +614,24 @@ cdef class Streamer:
         return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
                 m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
 
+    def drop_cold(self, double threshold):
+        """Graphs for which `set_dropping` is on leave out cold experts below `threshold` / top-k; 0: none do."""
+        self.m.drop.threshold = threshold
+
+    def set_dropping(self, bint on):
+        """Whether the graphs from now on drop."""
+        self.m.drop.active = on
+
+    def take_drop_fault(self):
+        """The layer that stopped a graph because its routing weights were not found, or None; clears it."""
+        layer, self.m.drop.fault = self.m.drop.fault - 1, 0
+        return layer if layer >= 0 else None
+
+    def drop_counters(self):
+        """Running totals as a tuple: (layer, position) pairs that were decided, routed experts of these, dropped
+        ones, and the sum over the pairs of the share of the weights that fell."""
+        return (self.m.drop.positions, self.m.drop.routed, self.m.drop.dropped, self.m.drop.mass)
+
     def take_positions(self, int n):
         """Bytes read since the last call, by the batch position that was the first to want them: two lists of `n`
         numbers, all bytes and the part of experts that had been read before. Later positions count with the last.
@@ -626,7 +669,7 @@ cdef class Streamer:
                     <uintptr_t>m.count, <uintptr_t>m.fill_at, <uintptr_t>m.rows, <uintptr_t>m.x_ring,
                     <uintptr_t>m.next_chunk, <uintptr_t>m.left_chunks, <uintptr_t>m.n_chunks,
                     <uintptr_t>m.miss, <uintptr_t>m.x_reread, <uintptr_t>m.position_bytes,
-                    <uintptr_t>m.position_rereads):
+                    <uintptr_t>m.position_rereads, <uintptr_t>m.drop.gone):
             free(<void *><uintptr_t>ptr)
 
     def __dealloc__(self):

@@ -1,6 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 from bmoe._cache cimport Cache, ExpertCache
+from bmoe._drop cimport Drop
 from bmoe._ggml cimport bm_tensor
 from bmoe._lanes cimport Lanes, Pool, bm_barrier
 
@@ -10,6 +11,7 @@ cdef enum:
 cdef struct Segment:  # the expert matmuls of one layer that follow each other in a graph
     int n
     int part[MAX_PARTS]
+    bm_tensor *weights    # final routing weights, where the graph shows them (looked for only to drop)
 
 cdef struct Part:     # one routed-expert tensor, `blk.<il>.ffn_*_exps.weight`
     void *moe
@@ -87,6 +89,7 @@ cdef struct Moe:
     int issue_order
     int issue_at
     bm_barrier barrier
+    Drop drop
     # Stop requests.
     int abort
     int64_t last_signal_ns
