@@ -70,8 +70,8 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
     batches: list[tuple[list[int], list[int]]] = []
     decode = engine.context.decode_each
 
-    def watched(tokens: Tokens, position: int) -> int:
-        code = decode(tokens, position)
+    def watched(tokens: Tokens, *where: int) -> int:
+        code = decode(tokens, *where)
         rows = [int(np.argmax(logits_of(engine, i))) for i in range(len(tokens))]
         batches.append((tokens.tolist(), rows))
         return code
