@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -15,6 +15,9 @@ from .weights import DENSE_MODES, DenseMode
 MAX_LANES = 16
 MAX_THREADS = 512  # ggml's own limit
 MAX_CONTEXT = 1 << 24
+CachePolicy = Literal["default", "votes", "lru"]
+CACHE_POLICIES: tuple[CachePolicy, ...] = ("default", "votes", "lru")
+DEFAULT_POLICY: CachePolicy = "votes"
 DEFAULT_LANES = 4
 DEFAULT_CONTEXT = 4096
 DEFAULT_UBATCH = 512
@@ -33,6 +36,7 @@ class EngineConfig:
     cache_floor_mb: int = DEFAULT_FLOOR_MB
     cache_ceil_mb: int | None = None
     force_cache: bool = False
+    cache_policy: CachePolicy = "default"
     overlap: bool = False
     io_threads: int = DEFAULT_LANES
     odirect: bool = True
@@ -66,6 +70,8 @@ class EngineConfig:
             raise UsageError(f"--n-expert-used: {self.n_expert_used} is out of range, give 1 or more")
         if self.dense_weights not in DENSE_MODES:
             raise UsageError(f"--dense-weights: {self.dense_weights!r} is none of {', '.join(DENSE_MODES)}")
+        if self.cache_policy not in CACHE_POLICIES:
+            raise UsageError(f"--cache-policy: {self.cache_policy!r} is none of {', '.join(CACHE_POLICIES)}")
         if not 0 <= self.rs_snapshots <= 1024:
             raise UsageError(f"--rs-snapshots: {self.rs_snapshots} is out of range, give 0 to 1024")
         if not 0 <= self.score_rows <= MAX_CONTEXT:
@@ -86,6 +92,11 @@ class EngineConfig:
         """The cache part of it, for `sizing.decide`."""
         mode, mb = parse_cache_mb(str(self.cache_mb))
         return CacheRequest(mode, mb, self.cache_floor_mb, self.cache_ceil_mb, self.force_cache)
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The cache policy by its own name."""
+        return DEFAULT_POLICY if self.cache_policy == "default" else self.cache_policy
 
     def n_threads(self) -> int:
         """Compute threads: as asked, or one for each physical core this process may run on."""

@@ -217,6 +217,8 @@ class Generation:
         engine, result = self._engine, self.result
         engine.in_step = False
         del engine.cached_ids[-n:]
+        if engine.cache is not None:
+            engine.cache.reject(n)
         kept = list(engine.cached_ids)
         if engine.context.truncate(len(kept)):
             engine.in_step = True
@@ -281,11 +283,13 @@ class Generation:
         whole = len(ids) - done
         for at in range(done, len(ids), step):
             engine.report_progress("prefill", at - done, whole)
+            engine.tell_cache(max(0, len(ids) - at - step))
             try:
                 self._decode(np.array(ids[at : at + step], np.int32), drop=engine.config.drop_in_prefill)
                 if cause == "prefill":
                     self.result.prefill_tokens = min(at + step, len(ids)) - done
             finally:
+                engine.tell_cache(-1)
                 self._width = 0
                 total, again = engine.streamer.take_positions(1)
                 self.result.flash_split.charge(cause, total[0], again[0])

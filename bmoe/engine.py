@@ -21,7 +21,7 @@ from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .metrics import StreamCounters
 from .pacing import make_pace
 from .scoring import Scoring
-from .sizing import CacheDecision, ModelSizes, decide
+from .sizing import CacheDecision, ModelSizes, advice, decide
 from .weights import Weights
 
 ALLOWANCE = 64 << 20
@@ -147,7 +147,7 @@ class Engine:
         self.drafter = make_drafter(config.draft)
         self.pace = make_pace(config.draft.policy)
         self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.largest("expert_used_count")
-        self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx)
+        self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx, cache_policy=config.policy)
         self.cache: _cache.ExpertCache | None = None
         self.decision: CacheDecision | None = None
         if layers:
@@ -202,9 +202,13 @@ class Engine:
             recurrent=buffers.recurrent,
             experts=slots.all_experts_bytes(layers) + excess,
             working_set=slots.working_set_bytes(layers, self.n_used) + excess,
+            smallest=slots.smallest_bytes(layers, self.n_used) + excess,
+            ring=slots.RING_AREAS * slots.ring_stride(layers) + excess,
         )
         resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
         self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
+        if note := advice(self.decision, config.policy):
+            self.notes.append(note)
         plan = slots.plan_slots(layers, max(0, self.decision.budget - excess), max(0, spare))
         if excess and self.decision.budget:
             self.notes.append(
@@ -217,7 +221,13 @@ class Engine:
         stack.callback(_Populate(pool).stop)
         # No read may be under way when the pool goes: the lanes are joined before it.
         stack.callback(self.lanes.close)
-        cache = _cache.ExpertCache([la.n_expert for la in layers], list(plan.layer_class), list(plan.class_slots))
+        cache = _cache.ExpertCache(
+            [la.n_expert for la in layers],
+            list(plan.layer_class),
+            list(plan.class_slots),
+            config.policy,
+            max(1, min(self.n_used, 255)),
+        )
         bases, first, address = [], 0, pool.address
         for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):
             bases.append((address, first, stride))
@@ -331,6 +341,11 @@ class Engine:
         if self.cache is None:
             return 0
         return sum(len(self.cache.resident(i)) * layer.slot_bytes for i, layer in enumerate(self.layers))
+
+    def tell_cache(self, prompt_left: int) -> None:
+        """Tells the cache of the next batch: so many tokens of the prompt follow it; -1: it is decode's."""
+        if self.cache is not None:
+            self.cache.prompt(prompt_left)
 
     def set_progress(self, progress: Progress) -> None:
         """Replaces who is told of progress."""

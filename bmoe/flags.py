@@ -55,7 +55,11 @@ def add_streaming_flags(p: argparse.ArgumentParser) -> None:
         help=f"auto leaves this much to the system ({DEFAULT_FLOOR_MB}, less under a small limit)",
     )  # fmt: skip
     g.add_argument("--cache-ceil-mb", type=int, metavar="N", help="auto takes no more than this")
-    g.add_argument("--force-cache", action="store_true", help="accept a cache below one token's routed experts")
+    g.add_argument("--force-cache", action="store_true", help="accept a cache that cannot hold what one layer routes")
+    g.add_argument(
+        "--cache-policy", choices=CACHE_POLICIES, default="default", metavar="|".join(CACHE_POLICIES),
+        help="which experts stay: votes of past tokens that are alike (the default), or the least recently used go",
+    )  # fmt: skip
     g.add_argument("--overlap", action="store_true", help="compute resident experts while the others are read")
     g.add_argument(
         "--io-threads", type=int, default=DEFAULT_LANES, metavar="N",
@@ -97,6 +101,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "cache_floor_mb": DEFAULT_FLOOR_MB if args.cache_floor_mb is None else args.cache_floor_mb,
         "cache_ceil_mb": args.cache_ceil_mb,
         "force_cache": args.force_cache,
+        "cache_policy": args.cache_policy,
         "overlap": args.overlap,
         "io_threads": args.io_threads,
         "odirect": not args.no_odirect,

@@ -27,7 +27,8 @@ class ModelSizes:
 
     `dense`: the weights that are not routed experts, which must stay resident; `kv`: the KV cache;
     `compute`: the compute buffers; `recurrent`: recurrent-state snapshots; `experts`: all routed experts;
-    `working_set`: the routed experts of one token, all layers.
+    `working_set`: the routed experts of one token, all layers; `smallest`: of one token and one layer.
+    The last three with `ring`, what of a budget is not for slots.
     """
 
     dense: int
@@ -36,15 +37,18 @@ class ModelSizes:
     recurrent: int
     experts: int
     working_set: int
+    smallest: int = 0
+    ring: int = 0
 
     @property
     def smallest_useful_mb(self) -> int:
-        """The smallest cache worth having, in MiB.
-
-        One token visits the layers in a circle, so an LRU cache below one token's routed experts has evicted
-        each of them before it is asked for again: it never hits.
-        """
+        """The cache from which one token's routed experts fit, in MiB."""
         return _up(self.working_set)
+
+    @property
+    def smallest_mb(self) -> int:
+        """The smallest cache that is granted without force, in MiB."""
+        return _up(self.smallest)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class CacheRequest:
 
     `mb` is the size for "fixed". `floor_mb` is what "auto" leaves to the system: the default shrinks on a
     small machine or limit (`DEFAULT_FLOOR_MB`), any other value is taken as it is. `ceil_mb` caps the cache.
-    `force` accepts a cache below one token's routed experts.
+    `force` accepts a cache that cannot hold one layer's routed experts of a token.
     Raises UsageError for a size that makes no sense, naming the flag.
     """
 
@@ -137,13 +141,41 @@ def decide(request: CacheRequest, sizes: ModelSizes, facts: MemoryFacts, already
         budget = sizes.experts
         remark = "all experts" if request.mode == "auto" else f"{request.mb} clipped to all experts"
 
-    if budget < sizes.working_set and not request.force:
+    if budget < sizes.smallest and not request.force:
         raise MemoryBudgetError(_too_small(request, sizes, terms, budget))
     if request.mode == "fixed" and budget > max(0, fits) * MiB:
         raise MemoryBudgetError(_too_large(request, sizes, terms))
     if budget < sizes.working_set:
-        remark = "forced, below one token's routed experts" + (f", {remark}" if remark else "")
+        remark = "below one token's routed experts" + (f", {remark}" if remark else "")
+        remark = f"forced, {remark}" if budget < sizes.smallest else remark
     return CacheDecision(request.mode, budget, sizes, terms, remark)
+
+
+_EXPECTED = ((0.0, 0, 0), (0.1, 5, 8), (0.25, 11, 17), (0.5, 17, 27), (0.75, 22, 35), (1.0, 25, 42))
+"""Share of one token's routed experts that fits into the slots; lowest and highest decode hit rate, percent."""
+
+
+def advice(decision: CacheDecision, policy: str) -> str:
+    """One line against a cache below one token's routed experts, with the hit rate to expect; "" for any other.
+
+    The range is that of the recorded routes of three models at the same share of a token's experts
+    (docs/eviction.md), between measured shares by straight lines.
+    """
+    sizes, budget = decision.sizes, decision.budget
+    if not 0 < budget < sizes.working_set:
+        return ""
+    below = f"the cache is below the {sizes.smallest_useful_mb} MiB that one token routes: expect"
+    if policy == "lru":
+        # A token visits the layers in a circle: each expert is evicted before it is asked for again.
+        return f"{below} no hits at all from --cache-policy lru; the default policy has some"
+    share = max(0, budget - sizes.ring) / max(1, sizes.working_set - sizes.ring)
+    if share == 0:
+        return f"{below} no hits at all: nothing is left beside the ring"
+    at = next(i for i in range(1, len(_EXPECTED)) if share <= _EXPECTED[i][0])
+    (a, low_a, high_a), (b, low_b, high_b) = _EXPECTED[at - 1], _EXPECTED[at]
+    part = (share - a) / (b - a)
+    low, high = low_a + part * (low_b - low_a), high_a + part * (high_b - high_a)
+    return f"{below} {low:.0f} to {high:.0f} % hits in decode, as recorded routes of three models have at this share"
 
 
 def _available(request: CacheRequest, facts: MemoryFacts) -> tuple[Term, ...]:
@@ -178,9 +210,9 @@ def _costs(sizes: ModelSizes, already_resident: int) -> tuple[Term, ...]:
 
 
 def _too_small(request: CacheRequest, sizes: ModelSizes, terms: tuple[Term, ...], budget: int) -> str:
-    """The refusal of a cache below one token's routed experts."""
-    need, fits = sizes.smallest_useful_mb, _total(terms)
-    routed = f"one token routes {need} MiB and a smaller cache never hits"
+    """The refusal of a cache that cannot hold what one token routes in one layer."""
+    need, fits = sizes.smallest_mb, _total(terms)
+    routed = f"one layer's routed experts and the reads under way take {need} MiB"
     if request.ceil_mb is not None and budget == request.ceil_mb * MiB:
         return f"--cache-ceil-mb {request.ceil_mb} is too small: {routed}; it must be at least {need}"
     if request.mode == "fixed":
@@ -197,10 +229,12 @@ def _too_small(request: CacheRequest, sizes: ModelSizes, terms: tuple[Term, ...]
 
 def _too_large(request: CacheRequest, sizes: ModelSizes, terms: tuple[Term, ...]) -> str:
     """The refusal of a cache that cannot be allocated."""
-    need, fits = sizes.smallest_useful_mb, _total(terms)
+    need, fits = sizes.smallest_mb, _total(terms)
     advice = f"the largest that fits is {max(0, fits)}"
     if fits < max(1, need):
-        advice += f", and one token routes {need}; use --cache-mb 0 to stream with no cache, or a smaller -c"
+        advice += (
+            f", and one layer's routed experts take {need}; use --cache-mb 0 to stream with no cache, or a smaller -c"
+        )
     return f"--cache-mb {request.mb} does not fit: {_left(terms)}; {advice}"
 
 

@@ -66,6 +66,12 @@ def working_set_bytes(layers: Sequence[ExpertLayer], n_used: int) -> int:
     return need + RING_AREAS * ring_stride(layers)
 
 
+def smallest_bytes(layers: Sequence[ExpertLayer], n_used: int) -> int:
+    """The smallest budget worth calling a cache: the ring and the `n_used` experts that a token routes in one layer."""
+    one = max((min(n_used, layer.n_expert) * layer.slot_bytes for layer in layers), default=0)
+    return min(one + RING_AREAS * ring_stride(layers), working_set_bytes(layers, n_used))
+
+
 def _classes(layers: Sequence[ExpertLayer]) -> list[tuple[int, list[int]]]:
     by_size: dict[tuple[int, int], list[int]] = {}
     for i, layer in enumerate(layers):
@@ -95,6 +101,16 @@ def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYT
         budget -= n_ring * stride
     experts = [len(members) * layers[members[0]].n_expert for _, members in classes]
     sizes = [size for size, _ in classes]
+    slots = share_out(experts, sizes, budget)
+    quotas = [slots[k] // len(classes[k][1]) for k in layer_class]
+    return SlotPlan(tuple(layer_class), tuple(slots), tuple(sizes), tuple(quotas), n_ring, stride)
+
+
+def share_out(experts: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:
+    """Slots of each class for `budget` bytes, by its number of experts and the bytes of one.
+
+    In proportion to the bytes of a class; what rounding leaves goes to the class that has got the least of its share.
+    """
     whole = sum(n * size for n, size in zip(experts, sizes, strict=True))
     slots = [min(n, budget * n * size // whole // size) for n, size in zip(experts, sizes, strict=True)]
     left = budget - sum(n * size for n, size in zip(slots, sizes, strict=True))
@@ -102,5 +118,4 @@ def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYT
         more = min(experts[k] - slots[k], left // sizes[k])
         slots[k] += more
         left -= more * sizes[k]
-    quotas = [slots[k] // len(classes[k][1]) for k in layer_class]
-    return SlotPlan(tuple(layer_class), tuple(slots), tuple(sizes), tuple(quotas), n_ring, stride)
+    return slots

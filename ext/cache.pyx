@@ -2,14 +2,25 @@
 """The expert cache's index: which expert is in which slot, and which slot is given up next.
 
 No I/O, no ggml: the same code serves the engine (under nogil) and replays of recorded routes. Slots are
-fixed; experts of one size share a class of slots, so that nothing is ever moved or resized. Within a class
-the policy is least-recently-used; a slot that the current layer needs is pinned by an epoch number.
+fixed; experts of one size share a class of slots, so that nothing is ever moved or resized. A slot that the
+current layer needs is pinned by an epoch number. Within a class one of two policies chooses:
+
+- votes: every expert of a layer is scored when the layer is routed (`votes.pyx`). Given up is the lowest score of any
+  layer of the class, weighed by how soon the layer comes round again; a miss that scores less gets no slot.
+- lru: least recently used.
 """
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
+from bmoe._votes cimport (votes_begin, votes_constants, votes_free, votes_init, votes_note, votes_of, votes_reject,
+                          votes_compare)
+
+# Constants of the votes policy, chosen on recorded routes: docs/eviction.md.
+SHARPNESS = 10.0    # exponent of a token with the same routes
+RECENCY = 0.15      # of a vote by age alone, divided by the age + 1
+SECOND = 0.5        # weight of the second token after an alike one
 
 cdef void _unlink(Cache *c, Class *k, int s) noexcept nogil:
     cdef Slot *x = &c.slots[s]
@@ -34,6 +45,112 @@ cdef void _push_front(Cache *c, Class *k, int s) noexcept nogil:
     k.head = s
 
 
+# ---- votes ----------------------------------------------------------------------------------------
+
+cdef inline int64_t _key(int score, int expert) noexcept nogil:
+    # Of two equal scores the higher expert is given up first: one order, whatever the history.
+    return (<int64_t>score << 16) | (0xffff - expert)
+
+
+cdef void _find_lowest(Cache *c, int layer) noexcept nogil:
+    cdef int64_t *keys = c.keys + c.base[layer]
+    cdef int i, at = 0, n = c.n_kept[layer]
+    for i in range(1, n):
+        at = i if keys[i] < keys[at] else at
+    c.lowest[layer] = at if n else -1
+
+
+cdef void _take_out(Cache *c, int layer, int at) noexcept nogil:
+    # The `at`-th of a layer's experts leaves; the last one takes its place.
+    cdef int last = c.base[layer] + c.n_kept[layer] - 1
+    c.kept[c.base[layer] + at] = c.kept[last]
+    c.keys[c.base[layer] + at] = c.keys[last]
+    c.n_kept[layer] -= 1
+    _find_lowest(c, layer)
+
+
+cdef int _unpinned(Cache *c, int layer, int epoch) noexcept nogil:
+    # Place of the lowest of a layer that is not pinned, or -1.
+    cdef int i, at = -1, first = c.base[layer]
+    for i in range(c.n_kept[layer]):
+        if c.slots[c.kept[first + i]].pin != epoch and (at < 0 or c.keys[first + i] < c.keys[first + at]):
+            at = i
+    return at
+
+
+cdef int _give_up(Cache *c, int layer, int score, int epoch) noexcept nogil:
+    # Empties the slot of least worth for an expert of `layer`, which is being routed; -1 where all are pinned or
+    # worth more than `score`. A score weighs once for a layer that has just passed, twice for the next.
+    cdef Class *k = &c.classes[c.cls[layer]]
+    cdef int i, l, at, s, from_layer = -1, from_at = -1
+    cdef int64_t worth, least = 0
+    for i in range(k.first_member, k.first_member + k.n_layers):
+        l = c.members[i]
+        at = c.lowest[l]
+        if l == layer:
+            if at >= 0 and c.slots[c.kept[c.base[l] + at]].pin == epoch:
+                at = _unpinned(c, l, epoch)
+        if at < 0:
+            continue
+        worth = (c.keys[c.base[l] + at] >> 16) * (2 * c.n_layers - (l - layer if l > layer else l - layer + c.n_layers))
+        if from_layer < 0 or worth < least:
+            from_layer = l
+            from_at = at
+            least = worth
+    if from_layer < 0 or <int64_t>score * c.n_layers < least:
+        return -1
+    s = c.kept[c.base[from_layer] + from_at]
+    _take_out(c, from_layer, from_at)
+    c.table[c.base[from_layer] + c.slots[s].expert] = -1
+    c.evictions += 1
+    return s
+
+
+cdef int _admit_by_votes(Cache *c, int layer, int expert, int epoch) noexcept nogil:
+    cdef Class *k = &c.classes[c.cls[layer]]
+    cdef int s = k.head, score = votes_of(&c.votes, expert) if c.scoring else 0
+    cdef int at = c.base[layer] + c.n_kept[layer]
+    if s >= 0:
+        k.head = c.slots[s].next
+        c.n_resident += 1
+    else:
+        s = _give_up(c, layer, score, epoch)
+        if s < 0:
+            return -1
+        at = c.base[layer] + c.n_kept[layer]
+    c.slots[s].layer = layer
+    c.slots[s].expert = expert
+    c.slots[s].pin = epoch
+    c.table[c.base[layer] + expert] = s
+    c.kept[at] = s
+    c.keys[at] = _key(score, expert)
+    if c.lowest[layer] < 0 or c.keys[at] < c.keys[c.base[layer] + c.lowest[layer]]:
+        c.lowest[layer] = c.n_kept[layer]
+    c.n_kept[layer] += 1
+    return s
+
+
+# ---- what the plan of a layer calls -----------------------------------------------------------------
+
+cdef void cache_begin(Cache *c, int layer, int n_tok) noexcept nogil:
+    if c.scoring:
+        votes_begin(&c.votes, layer, n_tok)
+
+
+cdef void cache_note(Cache *c, int layer, int n_tok, int tok, int expert) noexcept nogil:
+    if c.scoring:
+        votes_note(&c.votes, layer, n_tok, tok, expert)
+
+
+cdef void cache_score(Cache *c, int layer) noexcept nogil:
+    cdef int i, e
+    if not c.scoring:
+        return
+    votes_compare(&c.votes, layer)
+    for i in range(c.base[layer], c.base[layer] + c.n_kept[layer]):
+        e = c.slots[c.kept[i]].expert
+        c.keys[i] = _key(votes_of(&c.votes, e), e)
+    _find_lowest(c, layer)
 
 
 cdef int cache_find(Cache *c, int layer, int expert) noexcept nogil:
@@ -41,7 +158,10 @@ cdef int cache_find(Cache *c, int layer, int expert) noexcept nogil:
 
 
 cdef void cache_touch(Cache *c, int slot) noexcept nogil:
-    cdef Class *k = &c.classes[c.cls[c.slots[slot].layer]]
+    cdef Class *k
+    if c.policy == POLICY_VOTES:
+        return
+    k = &c.classes[c.cls[c.slots[slot].layer]]
     if k.head != slot:
         _unlink(c, k, slot)
         _push_front(c, k, slot)
@@ -51,6 +171,8 @@ cdef int cache_admit(Cache *c, int layer, int expert, int epoch) noexcept nogil:
     cdef Class *k = &c.classes[c.cls[layer]]
     cdef int s = k.tail
     cdef Slot *x
+    if c.policy == POLICY_VOTES:
+        return _admit_by_votes(c, layer, expert, epoch)
     while s >= 0 and c.slots[s].pin == epoch:
         s = c.slots[s].prev
     if s < 0:
@@ -73,8 +195,16 @@ cdef int cache_admit(Cache *c, int layer, int expert, int epoch) noexcept nogil:
 
 cdef void cache_forget(Cache *c, int slot) noexcept nogil:
     cdef Slot *x = &c.slots[slot]
+    cdef int at
     if x.layer >= 0:
         c.table[c.base[x.layer] + x.expert] = -1
+        if c.policy == POLICY_VOTES:
+            at = 0
+            while c.kept[c.base[x.layer] + at] != slot:
+                at += 1
+            _take_out(c, x.layer, at)
+            x.next = c.classes[c.cls[x.layer]].head
+            c.classes[c.cls[x.layer]].head = slot
         x.layer = -1
         c.n_resident -= 1
 
@@ -90,33 +220,57 @@ cdef class ExpertCache:
     """Index of the expert cache.
 
     `n_expert`: experts of each layer. `layer_class`: size class of each layer (0, 1, ...). `class_slots`:
-    slots of each class. Raises ValueError where the three do not fit together.
+    slots of each class. `policy`: "votes" or "lru". `n_used`: experts that a token routes in a layer, at most;
+    more of them have no vote. Raises ValueError where they do not fit together.
     """
 
-    def __cinit__(self, list n_expert, list layer_class, list class_slots):
+    def __cinit__(self, list n_expert, list layer_class, list class_slots, str policy="votes", int n_used=16):
         cdef int i, j, total = 0
         cdef Cache *c = &self.c
+        if policy not in ("votes", "lru"):
+            raise ValueError(f"no cache policy {policy!r}")
         if len(n_expert) != len(layer_class):
             raise ValueError("n_expert and layer_class must have one entry for each layer")
         if layer_class and not 0 <= min(layer_class) <= max(layer_class) < len(class_slots):
             raise ValueError("layer_class names a class that class_slots does not have")
         if class_slots and min(class_slots) < 0:
             raise ValueError("class_slots must not be negative")
+        if n_expert and not 0 < min(n_expert) <= max(n_expert) <= 1 << 16:
+            raise ValueError("n_expert must be 1 to 65536")
+        if not 0 < n_used < 256:
+            raise ValueError("n_used must be 1 to 255")
+        c.policy = POLICY_VOTES if policy == "votes" else POLICY_LRU
         c.n_layers = len(n_expert)
         c.n_classes = len(class_slots)
         c.n_slots = sum(class_slots)
+        votes_init(&c.votes, n_expert, n_used)
+        votes_constants(&c.votes, SHARPNESS, RECENCY, SECOND)
         c.base = <int *>calloc(c.n_layers + 1, sizeof(int))
         c.n_expert = <int *>calloc(c.n_layers + 1, sizeof(int))
         c.cls = <int *>calloc(c.n_layers + 1, sizeof(int))
+        c.members = <int *>calloc(c.n_layers + 1, sizeof(int))
+        c.n_kept = <int *>calloc(c.n_layers + 1, sizeof(int))
+        c.lowest = <int *>malloc(sizeof(int) * (c.n_layers + 1))
         c.classes = <Class *>calloc(c.n_classes + 1, sizeof(Class))
         c.slots = <Slot *>calloc(c.n_slots + 1, sizeof(Slot))
         for i in range(c.n_layers):
             c.base[i] = total
             c.n_expert[i] = n_expert[i]
+            c.lowest[i] = -1
             c.cls[i] = layer_class[i]
             c.classes[c.cls[i]].n_layers += 1
+            c.classes[c.cls[i]].n_experts += c.n_expert[i]
             total += c.n_expert[i]
+        j = 0
+        for i in range(c.n_classes):
+            c.classes[i].first_member = j
+            for layer in range(c.n_layers):
+                if c.cls[layer] == i:
+                    c.members[j] = layer
+                    j += 1
         c.table = <int *>malloc(sizeof(int) * (total + 1))
+        c.kept = <int *>malloc(sizeof(int) * (total + 1))
+        c.keys = <int64_t *>malloc(sizeof(int64_t) * (total + 1))
         c.seen = <unsigned char *>calloc(total + 1, 1)
         for i in range(total):
             c.table[i] = -1
@@ -126,37 +280,68 @@ cdef class ExpertCache:
             c.classes[i].count = class_slots[i]
             c.classes[i].head = -1
             c.classes[i].tail = -1
+            # With a slot for every expert, or none at all, there is nothing to choose.
+            if c.policy == POLICY_VOTES and 0 < c.classes[i].count < c.classes[i].n_experts:
+                c.scoring = 1
             for j in range(j, j + c.classes[i].count):
                 c.slots[j].layer = -1
                 c.slots[j].pin = -1
-                _push_front(c, &c.classes[i], j)
+                if c.policy == POLICY_LRU:
+                    _push_front(c, &c.classes[i], j)
+                else:
+                    c.slots[j].next = c.classes[i].head
+                    c.classes[i].head = j
             j = c.classes[i].first + c.classes[i].count
 
     def __dealloc__(self):
+        votes_free(&self.c.votes)
         free(self.c.base)
         free(self.c.n_expert)
         free(self.c.cls)
+        free(self.c.members)
+        free(self.c.n_kept)
+        free(self.c.lowest)
+        free(self.c.kept)
+        free(self.c.keys)
         free(self.c.classes)
         free(self.c.slots)
         free(self.c.table)
         free(self.c.seen)
 
-    def access(self, int layer, list experts, int epoch):
-        """One routed batch of one layer: `(hits, misses)`, each a list of expert ids.
+    @property
+    def policy(self):
+        return "votes" if self.c.policy == POLICY_VOTES else "lru"
 
-        The sequence the engine follows for one token: pin the resident ones, admit the others while there are
-        slots, and leave the first of the list the most recently used, the last the least. Each expert counts once.
+    def access(self, int layer, list experts, int epoch):
+        """One token's routed experts of one layer: `(hits, misses)`, each a list of expert ids; see `route`."""
+        return self.route(layer, [experts], epoch)
+
+    def route(self, int layer, rows, int epoch, quota=None):
+        """One routed batch of one layer, a row of experts for each token: `(hits, misses)`, each expert once.
+
+        The sequence that the engine follows, the latest token's experts first: pin the resident ones, admit the
+        others while there are slots, and leave the first the most recently used, the last the least. A batch of
+        several tokens with more than `quota` experts admits the first `quota` only.
         Raises ValueError for a layer or expert out of range.
         """
         cdef Cache *c = &self.c
-        cdef int e, s
+        cdef int e, s, tok, n_tok = len(rows)
         if not 0 <= layer < c.n_layers:
             raise ValueError(f"no layer {layer}")
+        for row in rows:
+            for e in row:
+                if not 0 <= e < c.n_expert[layer]:
+                    raise ValueError(f"no expert {e} in layer {layer}")
+        cache_begin(c, layer, n_tok)
+        for tok, row in enumerate(rows):
+            for e in dict.fromkeys(row):
+                cache_note(c, layer, n_tok, tok, e)
+        cache_score(c, layer)
+        experts = list(dict.fromkeys(e for row in reversed(rows) for e in row))
+        kept = experts if quota is None or n_tok < 2 else experts[:quota]
         hits = []
         misses = []
-        for e in dict.fromkeys(experts):
-            if not 0 <= e < c.n_expert[layer]:
-                raise ValueError(f"no expert {e} in layer {layer}")
+        for e in experts:
             s = cache_find(c, layer, e)
             if s >= 0:
                 c.slots[s].pin = epoch
@@ -164,15 +349,89 @@ cdef class ExpertCache:
                 hits.append(e)
             else:
                 misses.append(e)
+        keep = set(kept)
         for e in misses:
             c.misses += 1
             c.rereads += cache_seen(c, layer, e)
-            cache_admit(c, layer, e, epoch)
-        for e in reversed(dict.fromkeys(experts)):
+            if e in keep:
+                cache_admit(c, layer, e, epoch)
+        for e in reversed(kept):
             s = cache_find(c, layer, e)
             if s >= 0:
                 cache_touch(c, s)
         return hits, misses
+
+    def time_tokens(self, list batches):
+        """Nanoseconds that the policy takes for single-token `batches` of `(layer, experts)`, in order.
+
+        What the engine calls for each, without what Python adds. Raises ValueError for what is out of range.
+        """
+        cdef Cache *c = &self.c
+        cdef int i, j, s, layer, n = len(batches), total = sum(len(experts) for _, experts in batches)
+        cdef int *flat = <int *>malloc(sizeof(int) * (total + 2 * n + 2))
+        cdef int *at = flat
+        cdef timespec t0, t1
+        try:
+            for layer, experts in batches:
+                at[0] = layer
+                at[1] = len(experts)
+                for j, e in enumerate(experts):
+                    at[2 + j] = e
+                if not (0 <= layer < c.n_layers and all(0 <= e < c.n_expert[layer] for e in experts)):
+                    raise ValueError(f"layer {layer}, experts {experts}: out of range")
+                at += 2 + len(experts)
+            at = flat
+            with nogil:
+                clock_gettime(CLOCK_MONOTONIC, &t0)
+                for i in range(n):
+                    layer = at[0]
+                    cache_begin(c, layer, 1)
+                    for j in range(at[1]):
+                        cache_note(c, layer, 1, 0, at[2 + j])
+                    cache_score(c, layer)
+                    for j in range(at[1]):
+                        s = cache_find(c, layer, at[2 + j])
+                        if s >= 0:
+                            c.slots[s].pin = i
+                            c.hits += 1
+                    for j in range(at[1]):
+                        if cache_find(c, layer, at[2 + j]) < 0:
+                            c.misses += 1
+                            c.rereads += cache_seen(c, layer, at[2 + j])
+                            cache_admit(c, layer, at[2 + j], i)
+                    for j in range(at[1] - 1, -1, -1):
+                        s = cache_find(c, layer, at[2 + j])
+                        if s >= 0:
+                            cache_touch(c, s)
+                    at += 2 + at[1]
+                clock_gettime(CLOCK_MONOTONIC, &t1)
+        finally:
+            free(flat)
+        return (t1.tv_sec - t0.tv_sec) * 1000000000 + t1.tv_nsec - t0.tv_nsec
+
+    def prompt(self, int left):
+        """Tells of the phase of the batches to come: `left` tokens of the prompt follow the next one; -1: decode.
+
+        The last tokens of a prompt have votes, the others have not: a long prompt leaves decode's in place.
+        """
+        self.c.votes.prompt_left = left
+
+    def reject(self, int n):
+        """Takes back the votes of the last `n` tokens of the batch before: drafts that were not accepted."""
+        if self.c.scoring:
+            votes_reject(&self.c.votes, n)
+
+    def constants(self, double sharpness=SHARPNESS, double recency=RECENCY, double second=SECOND):
+        """Other constants of the votes policy, for measurements. Raises ValueError out of range."""
+        if not (0 <= sharpness <= 12 and 0 <= recency <= 0.2 and 0 <= second <= 1):
+            raise ValueError("sharpness is 0 to 12, recency 0 to 0.2, second 0 to 1")
+        votes_constants(&self.c.votes, sharpness, recency, second)
+
+    def scores(self, int layer):
+        """Scores of the resident experts of `layer` when it was last routed, by expert, in 1/2^20 (for tests)."""
+        cdef int i, first = self.c.base[layer]
+        return {self.c.slots[self.c.kept[i]].expert: self.c.keys[i] >> 16
+                for i in range(first, first + self.c.n_kept[layer])}
 
     def resident(self, int layer):
         """Experts of `layer` that are in the cache, ascending."""
@@ -200,7 +459,7 @@ cdef class ExpertCache:
     def check(self):
         """Raises AssertionError where table, slots and lists disagree (for tests)."""
         cdef Cache *c = &self.c
-        cdef int i, s, n, resident = 0
+        cdef int i, j, s, n, resident = 0
         for i in range(c.n_layers):
             for e in range(c.n_expert[i]):
                 s = c.table[c.base[i] + e]
@@ -214,5 +473,15 @@ cdef class ExpertCache:
             while s >= 0:
                 n += 1
                 assert n <= c.n_slots
+                assert c.policy == POLICY_LRU or c.slots[s].layer == -1, s
                 s = c.slots[s].next
+            if c.policy == POLICY_VOTES:
+                n += sum(c.n_kept[j] for j in range(c.n_layers) if c.cls[j] == i)
             assert n == c.classes[i].count
+        if c.policy == POLICY_VOTES:
+            for i in range(c.n_layers):
+                n = c.base[i]
+                kept = [(c.keys[j], c.slots[c.kept[j]].expert) for j in range(n, n + c.n_kept[i])]
+                assert sorted(e for _, e in kept) == self.resident(i), i
+                assert all(key & 0xffff == 0xffff - e for key, e in kept), i
+                assert c.lowest[i] == (kept.index(min(kept)) if kept else -1), i

@@ -17,7 +17,8 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bmoe._cache cimport (Cache, ExpertCache, cache_admit, cache_find, cache_forget, cache_seen, cache_touch)
+from bmoe._cache cimport (Cache, ExpertCache, cache_admit, cache_begin, cache_find, cache_forget, cache_note,
+                          cache_score, cache_seen, cache_touch)
 from bmoe._drop cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
 from bmoe._lanes cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64, bm_now_ns,
@@ -273,11 +274,15 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     if m.drop.threshold > 0 and not drop_plan(&m.drop, c, p.layer, ids, p.segment.weights, m.x_of):
         bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
     memset(m.count, 0, sizeof(int) * l.n_expert)
+    cache_begin(c, p.layer, <int>n_tok)
     for tok in range(n_tok):
         for i in range(n_used):
+            # Votes are for what the router asked for, dropped or not.
+            cache_note(c, p.layer, <int>n_tok, <int>tok, _id(ids, i, tok))
             e = _wanted(m, ids, i, tok)
             if e >= 0:
                 m.count[e] += 1
+    cache_score(c, p.layer)
     # Experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
     for e in range(l.n_expert):
         m.x_of[e] = -1
@@ -298,7 +303,7 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
         if s >= 0:
             c.slots[s].pin = m.epoch
             c.hits += 1
-    # Where slots are short, the latest used get them.
+    # Where slots are short, the latest used are the first to be offered one.
     m.n_miss = 0
     for x in range(n_x):
         e = m.x_expert[x]

@@ -9,6 +9,7 @@ from conftest import OpenEngine, Tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import PlainCache, Resident, Run, drive, prompt_ids
+from reference_votes import PlainVotes
 
 from bmoe._cache import ExpertCache
 
@@ -34,7 +35,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[int], list[Step]]:
 @settings(max_examples=300, deadline=None)
 def test_the_index_is_a_plain_lru(history: tuple[list[int], list[int], list[Step]]) -> None:
     layer_class, class_slots, steps = history
-    cache = ExpertCache([N_EXPERT] * len(layer_class), layer_class, class_slots)
+    cache = ExpertCache([N_EXPERT] * len(layer_class), layer_class, class_slots, "lru")
     plain = PlainCache(layer_class, class_slots)
     for epoch, step in enumerate(steps):
         if step is None:
@@ -52,7 +53,7 @@ def test_the_index_is_a_plain_lru(history: tuple[list[int], list[int], list[Step
 
 
 def test_least_recently_used_goes_first() -> None:
-    cache = ExpertCache([4], [0], [2])
+    cache = ExpertCache([4], [0], [2], "lru")
     epoch = count()
     for expert in (0, 1, 0, 2):
         cache.access(0, [expert], next(epoch))
@@ -62,8 +63,9 @@ def test_least_recently_used_goes_first() -> None:
     assert cache.counters() == (2, 4, 2, 1)
 
 
-def test_no_expert_of_a_token_evicts_another_of_it() -> None:
-    cache = ExpertCache([8], [0], [3])
+@pytest.mark.parametrize("policy", ["lru", "votes"])
+def test_no_expert_of_a_token_evicts_another_of_it(policy: str) -> None:
+    cache = ExpertCache([8], [0], [3], policy)
     cache.access(0, [5], 0)
     assert cache.access(0, [0, 1, 2, 3, 4, 5], 1) == ([5], [0, 1, 2, 3, 4])
     assert cache.resident(0) == [0, 1, 5]
@@ -73,7 +75,7 @@ def test_no_expert_of_a_token_evicts_another_of_it() -> None:
 def test_a_token_is_as_recent_as_its_use_not_as_its_reads() -> None:
     """Where one of a token's experts has to go later, it is the last of its list, whether it was read or not."""
     for resident in ([], [0], [1], [0, 1]):
-        cache = ExpertCache([8], [0], [2])
+        cache = ExpertCache([8], [0], [2], "lru")
         if resident:
             cache.access(0, resident, 0)
         cache.access(0, [0, 1], 1)
@@ -124,10 +126,11 @@ def _routed(path: object, ubatch: int) -> tuple[list[int], Run]:
         return prompt, model.generate(prompt, 24)
 
 
+@pytest.mark.parametrize("policy", ["lru", "votes"])
 @pytest.mark.parametrize("ubatch", [1, 16])
 @pytest.mark.parametrize(("arch", "quant"), [("qwen3moe", "mixed"), ("glm4moe", "Q8_0"), ("gpt-oss", None)])
 def test_counters_follow_from_the_routes(
-    arch: str, quant: str | None, ubatch: int, tiny: Tiny, open_engine: OpenEngine
+    arch: str, quant: str | None, ubatch: int, policy: str, tiny: Tiny, open_engine: OpenEngine
 ) -> None:
     """Hits, misses, evictions, bytes: all of it follows from what llama.cpp routes and the plan of the slots.
 
@@ -136,15 +139,21 @@ def test_counters_follow_from_the_routes(
     path = tiny(arch, quant)
     prompt, expected = _routed(path, ubatch)
     for cache in ("off", 5, 9, 12, "all"):
-        engine = open_engine(path, cache, overlap=cache in (5, "all"), ubatch=ubatch)
+        engine = open_engine(path, cache, overlap=cache in (5, "all"), ubatch=ubatch, cache_policy=policy)
         run, _ = drive(engine, prompt, 24)
         assert run.tokens == expected.tokens
         index = {layer.block: i for i, layer in enumerate(engine.layers)}
         plan = engine.plan
-        plain = PlainCache(plan.layer_class, plan.class_slots, plan.quotas)
-        n_bytes = n_reads = 0
+        plain: PlainCache | PlainVotes = PlainCache(plan.layer_class, plan.class_slots, plan.quotas)
+        if policy == "votes":
+            n_expert = engine.layers[0].n_expert
+            plain = PlainVotes(plan.layer_class, plan.class_slots, n_expert, engine.n_used, plan.quotas)
+        n_bytes = n_reads = n_tokens = 0
         for block, rows in expected.routes:
             layer = index[f"blk.{block}"]
+            if layer == 0 and isinstance(plain, PlainVotes):
+                n_tokens += len(rows)
+                plain.prompt(len(prompt) - n_tokens if n_tokens <= len(prompt) else -1)
             _, misses = plain.batch(layer, rows)
             n_bytes += len(misses) * engine.layers[layer].expert_bytes
             n_reads += len(misses) * len(engine.layers[layer].tensors)
@@ -159,16 +168,26 @@ def test_counters_follow_from_the_routes(
             assert engine.cache.resident(i) == plain.resident(i)
 
 
-def test_a_replay_of_recorded_routes_is_what_the_engine_did(tiny: Tiny, open_engine: OpenEngine) -> None:
+@pytest.mark.parametrize("policy", ["lru", "votes"])
+def test_a_replay_of_recorded_routes_is_what_the_engine_did(policy: str, tiny: Tiny, open_engine: OpenEngine) -> None:
     """`access` follows the same sequence as the engine does for a token: a replay predicts a run."""
     path = tiny("qwen3moe", "Q8_0")
     prompt, expected = _routed(path, 1)
-    engine = open_engine(path, 8, ubatch=1)
+    engine = open_engine(path, 8, ubatch=1, cache_policy=policy)
     drive(engine, prompt, 24)
     plan = engine.plan
-    replay = ExpertCache([layer.n_expert for layer in engine.layers], list(plan.layer_class), list(plan.class_slots))
+    replay = ExpertCache(
+        [layer.n_expert for layer in engine.layers],
+        list(plan.layer_class),
+        list(plan.class_slots),
+        policy,
+        engine.n_used,
+    )
+    n_tokens = 0
     for epoch, (layer, rows) in enumerate(expected.routes):
         (row,) = rows
+        n_tokens += layer == 0
+        replay.prompt(max(-1, len(prompt) - n_tokens))
         replay.access(layer, row, epoch)
     assert engine.cache is not None
     assert replay.counters() == engine.cache.counters()
@@ -181,7 +200,7 @@ def test_after_a_prefill_the_last_tokens_experts_are_the_warm_ones(tiny: Tiny, o
     prompt = prompt_ids(64, seed=5)
     with Resident(path, ubatch=32, record=True) as model:
         routes = model.generate(prompt, 1).routes
-    engine = open_engine(path, 18, ubatch=32)
+    engine = open_engine(path, 18, ubatch=32, cache_policy="lru")
     drive(engine, prompt, 1)
     assert engine.cache is not None
     last = {layer: rows[-1] for layer, rows in routes}

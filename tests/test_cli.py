@@ -77,6 +77,7 @@ def check_usage(done: Finished, *parts: str) -> None:
         ("--cache-ceil-mb 0", "--cache-ceil-mb: 0"),
         ("--cache-ceil-mb 9 --cache-mb 0", "--cache-ceil-mb needs a cache"),
         ("--force-cache --cache-mb 0", "--force-cache needs a cache"),
+        ("--cache-policy mru", "--cache-policy: invalid choice: 'mru'"),
         ("--io-threads 0", "--io-threads: 0"),
         ("--io-threads 17", "--io-threads: 17"),
         ("--dense-weights gold", "--dense-weights: invalid choice: 'gold'"),
@@ -222,9 +223,9 @@ def test_a_budget_that_cannot_be(tmp_path: Path, tiny: Any) -> None:
     done = run(*flags, "--cache-mb", "99999999")
     check_usage(done, "--cache-mb 99999999", "the largest that fits is")
     assert done.seconds < 10
-    check_usage(run(*flags, "--cache-mb", "500"), "--cache-mb 500 is too small", "the smallest that would do is")
+    check_usage(run(*flags, "--cache-mb", "50"), "--cache-mb 50 is too small", "the smallest that would do is")
     check_usage(run(*flags, "--cache-floor-mb", "99999999"), "--cache-mb auto is", "short")
-    check_usage(run(*flags, "--cache-ceil-mb", "500"), "--cache-ceil-mb 500 is too small")
+    check_usage(run(*flags, "--cache-ceil-mb", "50"), "--cache-ceil-mb 50 is too small")
 
 
 def test_a_small_budget_is_refused_or_forced(moe: Path) -> None:

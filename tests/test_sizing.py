@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bmoe.errors import MemoryBudgetError, UsageError
 from bmoe.osmem import CgroupLimit, MemoryFacts
-from bmoe.sizing import CacheRequest, ModelSizes, decide, parse_cache_mb
+from bmoe.sizing import CacheRequest, ModelSizes, advice, decide, parse_cache_mb
 
 MiB = 1 << 20
 
@@ -23,6 +23,8 @@ QWEN = ModelSizes(
     recurrent=4 * MiB,
     experts=17300 * MiB,
     working_set=1080 * MiB,
+    smallest=40 * MiB,
+    ring=30 * MiB,
 )
 LAPTOP = MemoryFacts(mem_total=16000 * MiB, mem_available=8123 * MiB)
 SERVER = MemoryFacts(mem_total=64000 * MiB, mem_available=60000 * MiB)
@@ -105,38 +107,41 @@ def test_the_ceiling_caps_every_mode() -> None:
     assert decide(CacheRequest(ceil_mb=5000), QWEN, LAPTOP) == decide(CacheRequest(), QWEN, LAPTOP)
 
 
-def test_auto_refuses_less_than_one_token_routes_and_says_what_to_do() -> None:
-    message = refusal(CacheRequest(), capped(4000))
-    assert "--cache-mb auto is 81 MiB short: one token routes 1080 MiB" in message
+def test_auto_refuses_less_than_one_layer_routes_and_says_what_to_do() -> None:
+    sizes = replace(QWEN, smallest=1070 * MiB)
+    message = refusal(CacheRequest(), capped(4000), sizes)
+    assert "--cache-mb auto is 71 MiB short: one layer's routed experts and the reads under way take 1070" in message
     assert "999 MiB is left (4000 available (cgroup /x) - 500 floor (1/8 of 4000)" in message
     for option in ("--cache-mb 0", "-c", "--force-cache"):
         assert option in message
     # Exactly as much more as it asked for is enough.
-    more = replace(QWEN, dense=QWEN.dense - 81 * MiB)
-    assert decide(CacheRequest(), more, capped(4000)).budget == 1080 * MiB
+    more = replace(sizes, dense=QWEN.dense - 71 * MiB)
+    assert decide(CacheRequest(), more, capped(4000)).budget == 1070 * MiB
 
 
 def test_auto_with_nothing_left_counts_what_is_missing_below_zero() -> None:
     message = refusal(CacheRequest(), capped(2000))
-    assert f"{1080 + 2501 - 1750} MiB short" in message
+    assert f"{40 + 2501 - 1750} MiB short" in message
     assert "nothing is left" in message
 
 
 def test_auto_forced_takes_whatever_is_left() -> None:
-    decision = decide(CacheRequest(force=True), QWEN, capped(4000))
+    decision = decide(CacheRequest(), QWEN, capped(4000))
     assert decision.budget == 999 * MiB
-    assert "999 MiB (forced, below one token's routed experts)" in decision.explain()
+    assert "999 MiB (below one token's routed experts)" in decision.explain()
+    sizes = replace(QWEN, smallest=1070 * MiB)
+    assert "999 MiB (forced, below one" in decide(CacheRequest(force=True), sizes, capped(4000)).explain()
     assert decide(CacheRequest(force=True), QWEN, capped(2000)).budget == 0
 
 
-def test_a_ceiling_below_one_token_is_named_as_the_cause() -> None:
-    assert refusal(CacheRequest(ceil_mb=1079), LAPTOP).startswith("--cache-ceil-mb 1079 is too small")
-    assert decide(CacheRequest(ceil_mb=1080), QWEN, LAPTOP).budget == 1080 * MiB
+def test_a_ceiling_below_one_layer_is_named_as_the_cause() -> None:
+    assert refusal(CacheRequest(ceil_mb=39), LAPTOP).startswith("--cache-ceil-mb 39 is too small")
+    assert decide(CacheRequest(ceil_mb=40), QWEN, LAPTOP).budget == 40 * MiB
     assert decide(CacheRequest(ceil_mb=7, force=True), QWEN, LAPTOP).budget == 7 * MiB
 
 
 def test_a_model_without_routed_experts_gets_no_cache_and_no_refusal() -> None:
-    dense = replace(QWEN, experts=0, working_set=0)
+    dense = replace(QWEN, experts=0, working_set=0, smallest=0)
     assert decide(CacheRequest(), dense, capped(2000)).budget == 0
     assert decide(CacheRequest("fixed", 100), dense, LAPTOP).budget == 0
 
@@ -153,21 +158,47 @@ def test_fixed_gets_what_it_asked_for_with_no_floor() -> None:
     assert "floor" not in decision.explain()
 
 
-def test_fixed_below_one_token_is_refused_with_the_smallest_that_would_do() -> None:
-    sizes = replace(QWEN, working_set=1079 * MiB + 1)
-    message = refusal(CacheRequest("fixed", 1079), LAPTOP, sizes)
-    assert "--cache-mb 1079 is too small" in message
-    assert "the smallest that would do is 1080 (" in message
-    assert decide(CacheRequest("fixed", 1080), sizes, LAPTOP).budget == 1080 * MiB
-    forced = decide(CacheRequest("fixed", 1079, force=True), sizes, LAPTOP)
-    assert forced.budget == 1079 * MiB
+def test_fixed_below_one_layer_is_refused_with_the_smallest_that_would_do() -> None:
+    sizes = replace(QWEN, smallest=39 * MiB + 1)
+    message = refusal(CacheRequest("fixed", 39), LAPTOP, sizes)
+    assert "--cache-mb 39 is too small" in message
+    assert "the smallest that would do is 40 (" in message
+    assert decide(CacheRequest("fixed", 40), sizes, LAPTOP).budget == 40 * MiB
+    forced = decide(CacheRequest("fixed", 39, force=True), sizes, LAPTOP)
+    assert forced.budget == 39 * MiB
     assert "forced" in forced.explain()
 
 
-def test_fixed_below_one_token_where_one_token_does_not_fit_says_both() -> None:
-    assert "the smallest that would do is 1080, though only 499 fits" in refusal(
-        CacheRequest("fixed", 100), capped(3000)
+def test_fixed_below_one_layer_where_one_layer_does_not_fit_says_both() -> None:
+    assert "the smallest that would do is 600, though only 499 fits" in refusal(
+        CacheRequest("fixed", 100), capped(3000), replace(QWEN, smallest=600 * MiB)
     )
+
+
+@pytest.mark.parametrize(
+    ("mb", "says"),
+    [
+        (1080, ""),
+        (1079, "is below the 1080 MiB that one token routes: expect 25 to 42 % hits in decode"),
+        (555, "expect 17 to 27 % hits in decode, as recorded routes of three models have at this share"),
+        (135, "expect 5 to 8 %"),
+        (200, "expect 7 to 11 %"),
+        (40, "expect 0 to 1 %"),
+    ],
+)
+def test_below_one_token_there_is_advice_with_the_hit_rate_to_expect(mb: int, says: str) -> None:
+    decision = decide(CacheRequest("fixed", mb), QWEN, LAPTOP)
+    assert decision.budget == mb * MiB
+    assert says in advice(decision, "votes")
+    assert bool(says) == bool(advice(decision, "votes")) == bool(advice(decision, "lru"))
+    assert "\n" not in advice(decision, "votes")
+    assert not says or "no hits at all from --cache-policy lru" in advice(decision, "lru")
+
+
+def test_advice_where_there_is_nothing_beside_the_ring_and_where_there_is_no_cache() -> None:
+    assert "expect no hits at all" in advice(decide(CacheRequest("fixed", 30, force=True), QWEN, LAPTOP), "votes")
+    assert advice(decide(CacheRequest("off"), QWEN, LAPTOP), "votes") == ""
+    assert advice(decide(CacheRequest(), QWEN, LAPTOP), "votes") == ""
 
 
 def test_fixed_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
@@ -179,7 +210,9 @@ def test_fixed_that_does_not_fit_is_refused_with_the_largest_that_does() -> None
     assert refusal(CacheRequest("fixed", 5623, force=True), LAPTOP) == message
     # Neither the largest that fits nor any other number would do.
     message = refusal(CacheRequest("fixed", 5623), capped(3000))
-    assert "the largest that fits is 499, and one token routes 1080; use --cache-mb 0" in message
+    assert message.endswith("the largest that fits is 499")
+    message = refusal(CacheRequest("fixed", 5623), capped(3000), replace(QWEN, smallest=600 * MiB))
+    assert "the largest that fits is 499, and one layer's routed experts take 600; use --cache-mb 0" in message
 
 
 def test_fixed_above_all_experts_is_clipped_before_it_is_refused() -> None:
@@ -242,7 +275,8 @@ some_bytes = st.integers(0, 6000 * MiB)
 def models(draw: st.DrawFn) -> ModelSizes:
     experts = draw(st.integers(0, 20000 * MiB))
     dense, kv, compute, recurrent = (draw(st.integers(0, 2000 * MiB)) for _ in range(4))
-    return ModelSizes(dense, kv, compute, recurrent, experts, draw(st.integers(0, experts)))
+    token = draw(st.integers(0, experts))
+    return ModelSizes(dense, kv, compute, recurrent, experts, token, draw(st.integers(0, token)))
 
 
 @st.composite
@@ -292,7 +326,7 @@ def test_a_budget_is_within_every_bound(
 
 @relaxed
 @given(requests, models(), machines(), some_bytes)
-def test_refused_if_and_only_if_below_one_token_or_beyond_the_room(
+def test_refused_if_and_only_if_below_one_layer_or_beyond_the_room(
     request: CacheRequest, sizes: ModelSizes, facts: MemoryFacts, resident: int
 ) -> None:
     budget = granted(request, sizes, facts, resident)
@@ -308,7 +342,7 @@ def test_refused_if_and_only_if_below_one_token_or_beyond_the_room(
     elif request.force:
         assert budget == forced
     else:
-        assert (budget is None) == (forced < sizes.working_set)
+        assert (budget is None) == (forced < sizes.smallest)
         assert budget in (None, forced)
 
 
