@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from unittest.mock import patch
 
 import pytest
 from conftest import OpenEngine, Tiny
@@ -12,6 +13,7 @@ from reference import PlainCache, Resident, Run, drive, prompt_ids
 from reference_votes import PlainVotes
 
 from bmoe._cache import ExpertCache
+from bmoe.drafting import DraftSpec
 
 N_EXPERT = 6
 
@@ -211,3 +213,32 @@ def test_after_a_prefill_the_last_tokens_experts_are_the_warm_ones(tiny: Tiny, o
     others = [e for e in range(16) if e not in engine.cache.resident(0)]
     engine.cache.access(0, others[:4], 1 << 20)
     assert set(last[0]) <= set(engine.cache.resident(0))
+
+
+@pytest.mark.parametrize(("slots", "overlap"), [(1, True), (2, False), (4, True)])
+def test_fewer_slots_than_a_token_routes(slots: int, overlap: bool, tiny: Tiny, open_engine: OpenEngine) -> None:
+    """It runs, with a line of advice, and what it gives is what the whole model gives."""
+    path = tiny("qwen3moe", "Q8_0")
+    prompt, expected = _routed(path, 16)
+    engine = open_engine(path, slots, overlap=overlap, ubatch=16)
+    run, result = drive(engine, prompt, 24)
+    assert run.tokens == expected.tokens
+    assert engine.cache is not None
+    assert engine.cache.n_slots == engine.cache.n_resident == slots
+    assert any("one token routes: expect" in note for note in engine.notes), engine.notes
+    assert result.decode.hits > 0
+    assert engine.config.cache_policy == "votes"
+
+
+def test_rejected_drafts_are_taken_out_of_the_cache(tiny: Tiny, open_engine: OpenEngine) -> None:
+    """The cache of a run with drafts that are rejected is told of each: as many tokens vote as are in the text."""
+    path = tiny("qwen3moe", "Q8_0")
+    engine = open_engine(path, 8, draft=DraftSpec(types=("ngram",)))
+    assert engine.cache is not None
+    with patch.object(engine, "cache", wraps=engine.cache) as spy:
+        _, result = drive(engine, prompt_ids(20, seed=3) * 3, 40)
+    rejected = [call.args[0] for call in spy.reject.call_args_list]
+    assert rejected
+    assert sum(rejected) == result.spec.drafted - result.spec.accepted
+    assert spy.prompt.call_args_list[0].args == (0,)
+    assert spy.prompt.call_args_list[-1].args == (-1,)

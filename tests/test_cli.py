@@ -228,7 +228,7 @@ def test_a_budget_that_cannot_be(tmp_path: Path, tiny: Any) -> None:
     check_usage(run(*flags, "--cache-ceil-mb", "50"), "--cache-ceil-mb 50 is too small")
 
 
-def test_a_small_budget_is_refused_or_forced(moe: Path) -> None:
+def test_a_small_budget_is_granted_or_forced(moe: Path) -> None:
     flags = ("-m", moe, "-p", "Hello", "-n", "8", *FAST)
     whole = run(*flags)
     refused = run(*flags, "--cache-ceil-mb", "1")
