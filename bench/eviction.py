@@ -25,6 +25,8 @@ MiB = 1 << 20
 BUDGETS = (500, 1000, 2000, 4000, 8000)
 GRID = {"sharpness": (6.0, 8.0, 10.0, 12.0), "recency": (0.05, 0.1, 0.15, 0.2), "second": (0.0, 0.5, 1.0)}
 Constants = tuple[float, float, float]
+ENGINE: Constants = (10.0, 0.15, 0.5)
+"""Those of ext/cache.pyx."""
 
 
 def judge(trace: RouteTrace, constants: Constants, bounds: Sequence[float]) -> float:
@@ -54,7 +56,8 @@ def choose_constants(traces: Sequence[RouteTrace]) -> None:
             f"worst of {len(every)}: {min(own.values()):.2f} %"
         )
     best = max(every, key=lambda k: sum(s[k] for s in score.values()))
-    print(f"best on all {best}: " + ", ".join(f"{name} {s[best]:.2f} %" for name, s in score.items()))
+    for name, constants in (("best on all", best), ("the engine's", ENGINE)):
+        print(f"{name} {constants}: " + ", ".join(f"{trace} {s[constants]:.2f} %" for trace, s in score.items()))
 
 
 def cost(traces: Sequence[RouteTrace], rounds: int = 15) -> None:

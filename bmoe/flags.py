@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import DEFAULT_CONTEXT, DEFAULT_LANES, DEFAULT_UBATCH, MAX_LANES
+from .config import CACHE_POLICIES, DEFAULT_CONTEXT, DEFAULT_LANES, DEFAULT_UBATCH, MAX_LANES
 from .errors import UsageError
 from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
 from .weights import DENSE_MODES

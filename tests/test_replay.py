@@ -90,9 +90,9 @@ def test_what_the_default_reaches(name: str, mib: int, floor: float) -> None:
 
 def test_it_has_hits_however_small_the_budget() -> None:
     for name in NAMES:
-        for mib in (0, 10, 50, 250):
+        for mib in (0, 20, 50, 250):
             got = replay.replay(trace(name), mib * MiB, "default")
-            assert (got.decode_pct > 0) == (mib >= 50), (name, mib)
+            assert (got.decode_pct > 0) == (mib > 0), (name, mib)
             assert got.held_bytes <= mib * MiB
 
 
