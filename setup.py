@@ -23,6 +23,15 @@ def extension(name: str) -> Extension:
     )
 
 
+def drop_stale() -> None:
+    """Removes generated C that is older than a declaration: cythonize does not see that a module's own .pxd changed."""
+    newest = max(p.stat().st_mtime for p in (ROOT / "ext").rglob("*.px[di]"))
+    for c in (ROOT / "ext").glob("*.c"):
+        if c.stat().st_mtime < newest:
+            c.unlink()
+
+
+drop_stale()
 MODULES = [p.stem for p in sorted((ROOT / "ext").glob("*.pyx"))]
 
 setup(

@@ -12,6 +12,8 @@ from .errors import UsageError
 from .sizing import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
 from .weights import DENSE_MODES, DenseMode
 
+Prefetch = Literal["off", "next-layer", "previous-token"]
+PREFETCHES: tuple[Prefetch, ...] = ("off", "next-layer", "previous-token")
 MAX_LANES = 16
 MAX_THREADS = 512  # ggml's own limit
 MAX_CONTEXT = 1 << 24
@@ -47,6 +49,8 @@ class EngineConfig:
     n_expert_used: int | None = None
     draft: DraftSpec = field(default_factory=DraftSpec)
     rs_snapshots: int = DEFAULT_SNAPSHOTS
+    prefetch: Prefetch = "off"
+    predict_log: bool = False
     drop_cold_experts: float | None = None
     drop_in_prefill: bool = False
     score_rows: int = 0
@@ -77,6 +81,10 @@ class EngineConfig:
         if not 0 <= self.score_rows <= MAX_CONTEXT:
             raise UsageError(f"score_rows: {self.score_rows} is out of range, give 0 to {MAX_CONTEXT}")
         cache = self.cache_request()
+        if self.prefetch not in PREFETCHES:
+            raise UsageError(f"--prefetch: {self.prefetch!r} is none of {', '.join(PREFETCHES)}")
+        if self.prefetch != "off" and not self.overlap:
+            raise UsageError("--prefetch needs --overlap: without it nothing is computed while experts are read")
         if self.drop_cold_experts is None:
             if self.drop_in_prefill:
                 raise UsageError("--drop-in-prefill goes with --drop-cold-experts")

@@ -6,6 +6,7 @@ import codecs
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from operator import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,6 +68,7 @@ class Generation:
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
+        self._ahead = engine.streamer.prefetch_counters()[4:]
         self._graph_s = 0.0
         self._script = script
         self._prompt_len = len(ids)
@@ -256,7 +258,16 @@ class Generation:
         """Charges what the last batch has read, by position, to its causes."""
         if self._width:
             self.result.flash_split.charge_batch(*self._engine.streamer.take_positions(self._width), accepted)
+            self._charge_ahead()
         self._width = 0
+
+    def _charge_ahead(self) -> None:
+        """Charges what was read ahead since the last call."""
+        split, now = self.result.flash_split, self._engine.streamer.prefetch_counters()[4:]
+        used, used_again, wasted, wasted_again = map(sub, now, self._ahead)
+        self._ahead = now
+        split.charge("prefetch_used", used, used_again)
+        split.charge("prefetch_wasted", wasted, wasted_again)
 
     def _keep_prefix(self, ids: list[int]) -> int:
         """Drops what the sequence does not share with `ids`; how many tokens stay."""
@@ -293,6 +304,7 @@ class Generation:
                 self._width = 0
                 total, again = engine.streamer.take_positions(1)
                 self.result.flash_split.charge(cause, total[0], again[0])
+                self._charge_ahead()
         engine.report_progress("prefill", whole, whole)
 
     def _decode(self, tokens: IntArray, each: bool = False, skip: int = 0, drop: bool = True) -> None:

@@ -32,6 +32,8 @@ LOGITS_BYTES = 64 << 20
 """At most this much for the logits of one batch, where a text is scored."""
 FEW_EXPERTS = 4
 """Experts per token up to which dropping one is warned about: each carries a quarter of the weight or more."""
+MAX_READ_AHEAD = 32
+"""Spare slots of each size class for what is read ahead, at most: twice what a token routes in a layer."""
 _POPULATE_STEP = 32 << 20
 
 Progress = Callable[[str, int, int], None]
@@ -209,7 +211,8 @@ class Engine:
         self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
         if note := advice(self.decision, config.policy):
             self.notes.append(note)
-        plan = slots.plan_slots(layers, max(0, self.decision.budget - excess), max(0, spare))
+        ahead = min(2 * self.n_used, MAX_READ_AHEAD) if config.prefetch != "off" else 0
+        plan = slots.plan_slots(layers, max(0, self.decision.budget - excess), max(0, spare), ahead)
         if excess and self.decision.budget:
             self.notes.append(
                 f"{excess >> 20} MiB of the cache budget are for what the process itself holds "
@@ -228,15 +231,31 @@ class Engine:
             config.policy,
             max(1, min(self.n_used, 255)),
         )
-        bases, first, address = [], 0, pool.address
-        for n, stride in zip(plan.class_slots, plan.class_stride, strict=True):
-            bases.append((address, first, stride))
-            address += n * stride
-            first += n
+        classes, address = [], pool.address
+        for n, spares, stride in zip(plan.class_slots, plan.class_spares, plan.class_stride, strict=True):
+            classes.append((address, n, spares, stride))
+            address += (n + spares) * stride
         self.streamer.start(
-            cache, [bases[k] for k in plan.layer_class], list(plan.quotas), plan.n_ring, address, plan.ring_stride
+            cache, classes, list(plan.layer_class), list(plan.quotas), plan.n_ring, address, plan.ring_stride
         )
+        self.streamer.read_ahead(config.prefetch if any(plan.class_spares) else "off", config.predict_log)
         self.cache = cache
+        if config.prefetch != "off":
+            self._check_prefetch(config)
+
+    def _check_prefetch(self, config: EngineConfig) -> None:
+        assert self.cache is not None
+        if not self.cache.n_slots:
+            raise UsageError(
+                f"--prefetch needs a cache, and {self.budget_bytes >> 20} MiB hold no expert: give a larger --cache-mb"
+            )
+        if not any(self.plan.class_spares):
+            everything = all(
+                n >= self.plan.layer_class.count(k) * self.layers[self.plan.layer_class.index(k)].n_expert
+                for k, n in enumerate(self.plan.class_slots)
+            )
+            why = "every expert has a slot" if everything else "the cache is too small to spare room for it"
+            self.notes.append(f"--prefetch {config.prefetch}: nothing is read ahead, {why}")
 
     def _start_dropping(self, threshold: float) -> None:
         if self.cache is None:
@@ -328,7 +347,10 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        return StreamCounters(*self.streamer.counters(), *self.lanes.counters(), *self.streamer.drop_counters())
+        streamer = self.streamer
+        return StreamCounters(
+            *streamer.counters(), *self.lanes.counters(), *streamer.drop_counters(), *streamer.prefetch_counters()[:4]
+        )
 
     @property
     def budget_bytes(self) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import CACHE_POLICIES, DEFAULT_CONTEXT, DEFAULT_LANES, DEFAULT_UBATCH, MAX_LANES
+from .config import CACHE_POLICIES, DEFAULT_CONTEXT, DEFAULT_LANES, DEFAULT_UBATCH, MAX_LANES, PREFETCHES
 from .errors import UsageError
 from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
 from .weights import DENSE_MODES
@@ -65,6 +65,11 @@ def add_streaming_flags(p: argparse.ArgumentParser) -> None:
         "--io-threads", type=int, default=DEFAULT_LANES, metavar="N",
         help=f"read lanes, 1 to {MAX_LANES} ({DEFAULT_LANES})",
     )  # fmt: skip
+    g.add_argument(
+        "--prefetch", choices=PREFETCHES, default="off", metavar="|".join(PREFETCHES),
+        help="with --overlap: read what the next layer will likely route before it does (off)",
+    )  # fmt: skip
+    g.add_argument("--predict-log", action="store_true", help="score guesses at the routing, acted on or not")
     g.add_argument("--no-odirect", action="store_true", help="read through the page cache")
     g.add_argument(
         "--dense-weights", choices=DENSE_MODES, default="anon", metavar="|".join(DENSE_MODES),
@@ -104,6 +109,8 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "cache_policy": args.cache_policy,
         "overlap": args.overlap,
         "io_threads": args.io_threads,
+        "prefetch": args.prefetch,
+        "predict_log": args.predict_log,
         "odirect": not args.no_odirect,
         "dense_weights": args.dense_weights,
         "threads": args.threads,

@@ -19,7 +19,9 @@ class StreamCounters(NamedTuple):
     thread 0 inside expert matmuls, `lane_ns` lanes inside reads and `lane_cpu_ns` their CPU there
     (summed over lanes), `disk_ns` wall time with a read queued or under way. Where cold experts are dropped:
     `drop_positions` (layer, token) pairs decided, `drop_routed` routed experts of these, `dropped` those that fell,
-    `drop_mass` the sum over the pairs of the share of the routing weights that fell.
+    `drop_mass` the sum over the pairs of the share of the routing weights that fell. Read ahead: `guessed` experts,
+    `guess_hits` misses that were found among them, `guess_cancelled` guesses taken back before they were read whole,
+    `guess_ns` time of guessing. A miss that had been read ahead counts as a miss: the cache did not have it.
     """
 
     plans: int = 0
@@ -42,6 +44,10 @@ class StreamCounters(NamedTuple):
     drop_routed: int = 0
     dropped: int = 0
     drop_mass: float = 0.0
+    guessed: int = 0
+    guess_hits: int = 0
+    guess_cancelled: int = 0
+    guess_ns: int = 0
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
         return StreamCounters._make(map(sub, self, other))

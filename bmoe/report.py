@@ -52,6 +52,7 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     lines += spec_lines(result)
     if engine.cache is None:
         return lines
+    lines += prefetch_lines(engine, result)
     lines += drop_lines(engine.config.drop_cold_experts, result.prefill, result.decode)
     decode, steps = result.decode, result.decode_steps
     per_token = f"{decode.bytes / MiB / result.decoded:.1f} MiB/token" if steps else "no decode step"
@@ -101,6 +102,31 @@ def drop_lines(threshold: float | None, *phases: StreamCounters) -> list[str]:
         f"moe-drop: {dropped} of {routed} routed experts dropped ({100 * dropped / max(1, routed):.1f} %), "
         f"{100 * mass / max(1, positions):.2f} % of the routing weight, below {threshold:g}/top-k"
     ]
+
+
+def prefetch_lines(engine: Engine, result: GenerationResult) -> list[str]:
+    """What was read ahead, and how good the guesses were."""
+    lines, c = [], result.decode
+    if engine.config.prefetch != "off" and result.decode_steps:
+        split = result.flash_split.bytes
+        lines.append(
+            f"moe-prefetch: {engine.config.prefetch}, {c.guessed} experts read ahead, {c.guess_hits} of {c.misses} "
+            f"misses found among them, {c.guess_cancelled} taken back; {split['prefetch_used'] / MiB:.1f} MiB used, "
+            f"{split['prefetch_wasted'] / MiB:.1f} wasted; {1e-6 * c.guess_ns / result.decode_steps:.2f} ms/token "
+            "guessing"
+        )
+    scores = engine.streamer.scores() if engine.config.predict_log else []
+    for kind in scores[0] if scores else ():
+        right, every = (sum(layer[kind][i] for layer in scores) for i in (0, 1))
+        if every:
+            lines.append(f"predict: {kind} names {100 * right / every:.1f} % of {every} routed experts")
+    blind = engine.streamer.unpredictable()
+    if blind and (scores or engine.config.prefetch == "next-layer"):
+        lines.append(
+            f"predict: the routers of {len(blind)} of {len(engine.layers)} layers cannot be run again from the graph "
+            "(from layer " + f"{blind[0]} on): nothing is guessed from or for them"
+        )
+    return lines
 
 
 def split_line(result: GenerationResult) -> str:
@@ -177,6 +203,14 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "flash_split_rereads": dict(result.flash_split.rereads),
         "expert": expert_summary(result.decode, result.decoded, budget, resident, dropping),
         "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident, dropping)},
+        "prefetch": {
+            "guessed": result.decode.guessed,
+            "used": result.decode.guess_hits,
+            "cancelled": result.decode.guess_cancelled,
+            "guess_s": result.decode.guess_ns / 1e9,
+            "scores": engine.streamer.scores() if engine.config.predict_log else None,
+            "unpredictable_layers": engine.streamer.unpredictable(),
+        },
         "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,

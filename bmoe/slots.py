@@ -23,7 +23,8 @@ class SlotPlan:
     """Slots and ring for a budget. All sizes in bytes.
 
     `layer_class`: class of each layer. `class_slots`, `class_stride`: slots of each class and bytes of one.
-    `quotas`: experts that one wide batch may admit, per layer.
+    `quotas`: experts that one wide batch may admit, per layer. `class_spares`: slots of each class that the cache does
+    not know, for what is read ahead.
     """
 
     layer_class: tuple[int, ...]
@@ -32,10 +33,13 @@ class SlotPlan:
     quotas: tuple[int, ...]
     n_ring: int
     ring_stride: int
+    class_spares: tuple[int, ...] = ()
 
     @property
     def slot_bytes(self) -> int:
-        return sum(n * size for n, size in zip(self.class_slots, self.class_stride, strict=True))
+        """Memory of slots and spares."""
+        per_class = zip(self.class_slots, self.class_spares, self.class_stride, strict=True)
+        return sum((n + spares) * size for n, spares, size in per_class)
 
     @property
     def total_bytes(self) -> int:
@@ -79,11 +83,14 @@ def _classes(layers: Sequence[ExpertLayer]) -> list[tuple[int, list[int]]]:
     return [(size, members) for (size, _), members in sorted(by_size.items())]
 
 
-def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYTES_NO_CACHE) -> SlotPlan:
-    """Cuts `budget` bytes (0: no cache) into slots and a ring.
+def plan_slots(
+    layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYTES_NO_CACHE, read_ahead: int = 0
+) -> SlotPlan:
+    """Cuts `budget` bytes (0: no cache) into slots, a ring, and `read_ahead` spares of each class.
 
-    Never plans more than the budget, except that without a cache the ring is what streaming needs: `spare`
-    bytes, at least two areas.
+    There are no spares where all experts have a slot, or where they would leave less than they take themselves. Never
+    plans more than the budget, except that without a cache the ring is what streaming needs: `spare` bytes, at least
+    two areas.
     """
     stride = ring_stride(layers)
     classes = _classes(layers)
@@ -101,9 +108,15 @@ def plan_slots(layers: Sequence[ExpertLayer], budget: int, spare: int = RING_BYT
         budget -= n_ring * stride
     experts = [len(members) * layers[members[0]].n_expert for _, members in classes]
     sizes = [size for size, _ in classes]
+    ahead = read_ahead * sum(sizes)
+    spares = 0
+    if budget < sum(n * size for n, size in zip(experts, sizes, strict=True)) and budget >= 2 * ahead:
+        spares, budget = read_ahead, budget - ahead
     slots = share_out(experts, sizes, budget)
     quotas = [slots[k] // len(classes[k][1]) for k in layer_class]
-    return SlotPlan(tuple(layer_class), tuple(slots), tuple(sizes), tuple(quotas), n_ring, stride)
+    return SlotPlan(
+        tuple(layer_class), tuple(slots), tuple(sizes), tuple(quotas), n_ring, stride, (spares,) * len(sizes)
+    )
 
 
 def share_out(experts: Sequence[int], sizes: Sequence[int], budget: int) -> list[int]:

@@ -102,6 +102,8 @@ def connect(bytes library_path):
     (<void **>&_g.type_size)[0] = _need(h, b"ggml_type_size")
     (<void **>&_g.type_name)[0] = _need(h, b"ggml_type_name")
     (<void **>&_g.op_name)[0] = _need(h, b"ggml_op_name")
+    (<void **>&_g.unary_op)[0] = _need(h, b"ggml_get_unary_op")
+    (<void **>&_g.unary_op_name)[0] = _need(h, b"ggml_unary_op_name")
     (<void **>&_g.cpu_traits)[0] = _need(h, b"ggml_get_type_traits_cpu")
     (<void **>&_g.cpu_buft)[0] = _need(h, b"ggml_backend_cpu_buffer_type")
     (<void **>&_g.buffer_from_ptr)[0] = _need(h, b"ggml_backend_cpu_buffer_from_ptr")

@@ -130,33 +130,116 @@ cdef inline void _finish(Pool *p, Read *r) noexcept nogil:
 cdef void *_lane(void *arg) noexcept nogil:
     cdef Pool *p = <Pool *>arg
     cdef Read r
+    cdef int i
+    cdef bint low
     while True:
         pthread_mutex_lock(&p.lock)
-        while p.head == p.tail and not p.stop:
+        while p.head == p.tail and not p.stop and not _may_read_ahead(p):
             pthread_cond_wait(&p.work, &p.lock)
-        if p.head == p.tail:
+        low = p.head == p.tail
+        if not low:
+            r = p.queue[p.head & <unsigned int>(p.capacity - 1)]
+            p.head += 1
+        elif p.n_low:
+            r = p.low[0]
+            p.n_low -= 1
+            for i in range(p.n_low):
+                p.low[i] = p.low[i + 1]
+            p.low_busy += 1
+        else:
             pthread_mutex_unlock(&p.lock)
             return NULL
-        r = p.queue[p.head & <unsigned int>(p.capacity - 1)]
-        p.head += 1
         pthread_mutex_unlock(&p.lock)
         if p.sabotage == 1:
             _finish(p, &r)
             _do_read(p, &r)
-            continue
-        _do_read(p, &r)
-        _finish(p, &r)
+        else:
+            _do_read(p, &r)
+            _finish(p, &r)
+        if low:
+            pthread_mutex_lock(&p.lock)
+            p.low_busy -= 1
+            if _may_read_ahead(p):
+                pthread_cond_signal(&p.work)
+            pthread_mutex_unlock(&p.lock)
+
+
+cdef inline bint _may_read_ahead(Pool *p) noexcept nogil:
+    # One lane stays free for reads that somebody waits for.
+    return p.n_low > 0 and (p.low_busy < p.n_lanes - 1 or p.low_busy == 0)
+
+
+cdef inline void _in_flight(Pool *p, int n) noexcept nogil:
+    # With the lock held.
+    if bm_add(&p.in_flight, n) == 0 and not p.active_since:
+        p.active_since = bm_now_ns()
+
+
+cdef int pool_submit_low(Pool *p, Read *reads, int n) noexcept nogil:
+    cdef int i
+    pthread_mutex_lock(&p.lock)
+    if n > LOW_CAPACITY - p.n_low:
+        n = LOW_CAPACITY - p.n_low
+    if n > 0:
+        _in_flight(p, n)
+        for i in range(n):
+            p.low[p.n_low + i] = reads[i]
+        p.n_low += n
+        pthread_cond_broadcast(&p.work)
+    pthread_mutex_unlock(&p.lock)
+    return n
+
+
+cdef int _take_low(Pool *p, int *pending, Read *out) noexcept nogil:
+    # With the lock held: removes the reads that count down `pending`.
+    cdef int i, kept = 0, n = 0
+    for i in range(p.n_low):
+        if p.low[i].pending == pending:
+            out[n] = p.low[i]
+            n += 1
+        else:
+            p.low[kept] = p.low[i]
+            kept += 1
+    p.n_low = kept
+    return n
+
+
+cdef int pool_cancel_low(Pool *p, int *pending) noexcept nogil:
+    cdef Read taken[LOW_CAPACITY]
+    cdef int n
+    pthread_mutex_lock(&p.lock)
+    n = _take_low(p, pending, taken)
+    pthread_mutex_unlock(&p.lock)
+    for _ in range(n):
+        _finish(p, &taken[0])
+    return n
+
+
+cdef int pool_promote_low(Pool *p, int *pending) noexcept nogil:
+    cdef Read taken[LOW_CAPACITY]
+    cdef int n
+    pthread_mutex_lock(&p.lock)
+    n = _take_low(p, pending, taken)
+    if n:
+        _queue(p, taken, n)
+    pthread_mutex_unlock(&p.lock)
+    return n
 
 
 cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil:
     """Queues `n` reads; their `pending` counters must already count them."""
-    cdef int i, old
-    cdef Read *bigger
     if n <= 0:
         return
     pthread_mutex_lock(&p.lock)
-    if bm_add(&p.in_flight, n) == 0 and not p.active_since:
-        p.active_since = bm_now_ns()
+    _in_flight(p, n)
+    _queue(p, reads, n)
+    pthread_mutex_unlock(&p.lock)
+
+
+cdef void _queue(Pool *p, Read *reads, int n) noexcept nogil:
+    # With the lock held.
+    cdef int i, old
+    cdef Read *bigger
     while <int>(p.tail - p.head) + n > p.capacity:
         bigger = <Read *>malloc(sizeof(Read) * 2 * p.capacity)
         old = <int>(p.tail - p.head)
@@ -174,7 +257,6 @@ cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil:
         pthread_cond_signal(&p.work)
     else:
         pthread_cond_broadcast(&p.work)
-    pthread_mutex_unlock(&p.lock)
 
 
 cdef void pool_wait_progress(Pool *p, int seq) noexcept nogil:

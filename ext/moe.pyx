@@ -22,8 +22,9 @@ from bmoe._cache cimport (Cache, ExpertCache, cache_admit, cache_begin, cache_fi
 from bmoe._drop cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
 from bmoe._lanes cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64, bm_now_ns,
-                          bm_spin_lock, bm_spin_unlock, bm_store, pool_submit, pool_wait_idle,
-                          pool_wait_progress)
+                          bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low, pool_submit,
+                          pool_submit_low, pool_wait_idle, pool_wait_progress)
+from bmoe._predict cimport Router, router_scratch, router_top, router_walk
 
 DEF PAGE = 4096
 DEF BATCH = 32
@@ -96,6 +97,10 @@ cdef void _note(Moe *m, Part *p, bm_tensor *t) noexcept nogil:
     p.first = (m.walk_layer != p.layer or m.walk_mask & bit or m.walk_ids != t.src[2]
                or m.segments[m.next_segment].n >= MAX_PARTS)
     if p.first:
+        if p.layer <= m.walk_layer:
+            m.graph += 1
+        if m.prefetch or m.predict_log:
+            _note_router(m, p, t)
         m.next_segment = (m.next_segment + 1) % m.n_segments
         m.segments[m.next_segment].n = 0
         m.walk_mask = 0
@@ -110,6 +115,21 @@ cdef void _note(Moe *m, Part *p, bm_tensor *t) noexcept nogil:
     m.walk_src = t.src[1]
     m.walk_vdt = vdt
     drop_matmul(&m.drop, t, &p.segment.weights, p.first)
+
+
+cdef void _note_router(Moe *m, Part *p, bm_tensor *t) noexcept nogil:
+    cdef Router *r = &m.routers[p.layer]
+    cdef int64_t need
+    router_walk(r, t.src[2], t.src[1])
+    r.graph = m.graph
+    if r.state > 0:
+        need = router_scratch(r)
+        if need > m.guess_room:
+            free(m.guess_scratch)
+            m.guess_scratch = <char *>malloc(need)
+            m.guess_room = need if m.guess_scratch != NULL else 0
+        if m.guess_room < need:
+            r.state = -1
 
 
 cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
@@ -157,23 +177,23 @@ cdef void _check_signals(Streamer s) noexcept:
 
 # ---- the plan -----------------------------------------------------------------------------------
 
-cdef inline int64_t _slot_address(Moe *m, int layer, int slot) noexcept nogil:
+cdef inline int64_t _place_address(Moe *m, int layer, int place) noexcept nogil:
     cdef Layer *l = &m.layers[layer]
-    return l.base + (slot - l.first) * l.stride
+    return l.base + (place - l.first) * l.stride
 
 
 cdef inline bint _ready(Moe *m, Part *p, int x) noexcept nogil:
-    cdef int slot = m.x_slot[x], r
-    if slot >= 0:
-        return bm_load(&m.slot_pending[slot * MAX_PARTS + p.slice_]) <= 0
+    cdef int place = m.x_place[x], r
+    if place >= 0:
+        return bm_load(&m.slot_pending[place * MAX_PARTS + p.slice_]) <= 0
     r = bm_load(&m.x_ring[p.order * m.max_expert + x])
     return r >= 0 and bm_load(&m.ring_pending[r]) <= 0
 
 
 cdef inline char *_slice(Moe *m, Part *p, int x) noexcept nogil:
     cdef int64_t at = (p.offset + m.x_expert[x] * p.nbytes) & (PAGE - 1)
-    if m.x_slot[x] >= 0:
-        return <char *>(_slot_address(m, p.layer, m.x_slot[x]) + p.area + at)
+    if m.x_place[x] >= 0:
+        return <char *>(_place_address(m, p.layer, m.x_place[x]) + p.area + at)
     return <char *>(m.ring_base + m.x_ring[p.order * m.max_expert + x] * m.ring_stride + at)
 
 
@@ -181,7 +201,7 @@ cdef void _issue(Moe *m) noexcept nogil:
     # Queues the next reads of the layer, in the order in which the graph will want them, until one has to
     # wait for a staging area.
     cdef Read reads[BATCH]
-    cdef int n = 0, x, slot, r, at
+    cdef int n = 0, x, place, r, at
     cdef Part *p
     cdef int64_t start, first
     cdef char *dst
@@ -193,10 +213,10 @@ cdef void _issue(Moe *m) noexcept nogil:
             continue
         x = m.miss[m.issue_at]
         p = &m.parts[m.plan_segment.part[m.issue_order]]
-        slot = m.x_slot[x]
-        if slot >= 0:
-            dst = <char *>(_slot_address(m, p.layer, slot) + p.area)
-            reads[n].pending = &m.slot_pending[slot * MAX_PARTS + p.slice_]
+        place = m.x_place[x]
+        if place >= 0:
+            dst = <char *>(_place_address(m, p.layer, place) + p.area)
+            reads[n].pending = &m.slot_pending[place * MAX_PARTS + p.slice_]
         else:
             if m.n_ring_free == 0:
                 break
@@ -240,7 +260,7 @@ cdef void _settle(Moe *m) noexcept nogil:
                 if m.x_slot[x] >= 0:
                     cache_forget(m.cache, m.x_slot[x])
         m.issue_order = m.plan_segment.n
-    pool_wait_idle(m.pool)
+    _prefetch_forget(m)
     m.n_ring_free = m.n_ring
     for i in range(m.n_ring):
         m.ring_free[i] = i
@@ -257,16 +277,20 @@ cdef inline int32_t _wanted(Moe *m, bm_tensor *ids, int64_t i, int64_t token) no
     return _id(ids, i, token)
 
 
+include "moe_prefetch.pxi"
+
+
 cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     cdef bm_tensor *ids = dst.src[2]
     cdef Layer *l = &m.layers[p.layer]
     cdef Cache *c = m.cache
     cdef int64_t n_used = ids.ne[0], n_tok = ids.ne[1], tok, i
-    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, r, n_resident = 0
+    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, r, ahead
     cdef bint wide
     cdef Part *q
-    cdef int64_t t0 = bm_now_ns()
-    if bm_load(&m.pool.in_flight) > 0 or (m.plan_segment != NULL and m.issue_order < m.plan_segment.n):
+    cdef int64_t t0 = bm_now_ns(), misses_before = c.misses
+    if ((not m.n_spares and bm_load(&m.pool.in_flight) > 0)
+            or (m.plan_segment != NULL and m.issue_order < m.plan_segment.n)):
         _settle(m)
     m.epoch += 1
     m.plan_layer = p.layer
@@ -300,6 +324,7 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     for x in range(n_x):
         s = cache_find(c, p.layer, m.x_expert[x])
         m.x_slot[x] = s
+        m.x_place[x] = m.place[s] if s >= 0 else -1
         if s >= 0:
             c.slots[s].pin = m.epoch
             c.hits += 1
@@ -310,17 +335,31 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
         if m.x_slot[x] >= 0:
             continue
         c.misses += 1
+        ahead = _spare_find(m, p.layer, e) if m.n_spares else -1
         m.x_reread[x] = cache_seen(c, p.layer, e)
-        c.rereads += m.x_reread[x]
+        if ahead < 0 or m.spares[ahead].open:
+            c.rereads += m.x_reread[x]
         s = cache_admit(c, p.layer, e, m.epoch) if x < n_keep else -1
         m.x_slot[x] = s
+        if ahead >= 0:
+            # On its way or there already, read as a guess.
+            _prefetch_claim(m, ahead)
+            m.x_place[x] = m.spares[ahead].place
+            if s >= 0:
+                _prefetch_swap(m, ahead, s)
+            continue
         if s >= 0:
-            for o in range(MAX_PARTS):
-                bm_store(&m.slot_pending[s * MAX_PARTS + o], 1)
+            m.x_place[x] = m.place[s]
+            for o in range(p.segment.n):
+                bm_store(&m.slot_pending[m.place[s] * MAX_PARTS + m.parts[p.segment.part[o]].slice_], 1)
         else:
             m.streamed += 1
         m.miss[m.n_miss] = x
         m.n_miss += 1
+    if m.n_spares:
+        _prefetch_leftovers(m, p.layer)
+    if m.prefetch or m.predict_log:
+        _note_routes(m, p.layer, ids, <int>(c.misses - misses_before))
     # Recency is that of use, whether an expert was read or not.
     for x in range(n_keep - 1, -1, -1):
         if m.x_slot[x] >= 0:
@@ -445,6 +484,8 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
         _quantize(m, dst.src[1], tr.vec_dot_type, ith, nth)
     if p.first or quantize:
         bm_barrier_wait(&m.barrier, nth)
+    if p.first and ith == nth - 1 and (m.prefetch or m.predict_log):
+        _guess(m, p, dst)
     if m.drop.n_gone:
         drop_zero(&m.drop, dst, m.rows + 2 * m.x_start[m.n_x], ith, nth)
     next_chunk = m.next_chunk + p.order * m.max_expert
@@ -466,7 +507,7 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
                     break
                 _rows(m, p, dst, x, c, n_chunks[x], ith)
                 progress = True
-                if m.x_slot[x] < 0 and bm_add(&left[x], -1) == 1:
+                if m.x_place[x] < 0 and bm_add(&left[x], -1) == 1:
                     r = m.x_ring[p.order * m.max_expert + x]
                     bm_spin_lock(&m.issue_lock)
                     m.ring_free[m.n_ring_free] = r
@@ -515,6 +556,11 @@ cdef class Streamer:
             if len(parts) > MAX_PARTS:
                 raise ValueError(f"layer {i} has {len(parts)} expert tensors, at most {MAX_PARTS} are served")
             m.layers[i].n_expert = n_expert
+            m.layers[i].n_parts = len(parts)
+            m.layers[i].first_part = k
+            m.layers[i].expert_bytes = sum([nbytes for _, _, _, nbytes, _ in parts])
+            # Until something is known: a layer that misses.
+            m.layers[i].missing = 1.0
             for j, (tensor, file, offset, nbytes, area) in enumerate(parts):
                 p = &m.parts[k]
                 k += 1
@@ -529,6 +575,13 @@ cdef class Streamer:
         n = m.max_expert
         m.x_expert = <int *>calloc(n, sizeof(int))
         m.x_slot = <int *>calloc(n, sizeof(int))
+        m.x_place = <int *>calloc(n, sizeof(int))
+        m.routers = <Router *>calloc(m.n_layers + 1, sizeof(Router))
+        m.guess = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
+        m.n_guess = <int *>calloc(m.n_layers + 1, sizeof(int))
+        m.last = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
+        m.n_last = <int *>calloc(m.n_layers + 1, sizeof(int))
+        m.scores = <int64_t *>calloc(m.n_layers * SCORES * 2 + 1, sizeof(int64_t))
         m.x_start = <int *>calloc(n + 1, sizeof(int))
         m.x_of = <int *>calloc(n, sizeof(int))
         m.count = <int *>calloc(n, sizeof(int))
@@ -540,22 +593,42 @@ cdef class Streamer:
         m.left_chunks = <int *>calloc(MAX_PARTS * n, sizeof(int))
         m.n_chunks = <int *>calloc(MAX_PARTS * n, sizeof(int))
 
-    def start(self, ExpertCache cache, list slots, list quotas, int n_ring, int64_t ring_address,
+    def start(self, ExpertCache cache, list classes, list layer_class, list quotas, int n_ring, int64_t ring_address,
               int64_t ring_stride):
-        """Begins to serve. `slots`: per layer `(address of its class's first slot, first slot, stride)`.
+        """Begins to serve. `classes`: per size class `(address of its memory, slots, spares, stride)`, the spares'
+        memory behind the slots'; `layer_class`: the class of each layer.
 
         `quotas`: experts a wide batch may admit, per layer. The ring: `n_ring` areas of `ring_stride` bytes.
+        Spares take what is read ahead; without any, nothing is.
         """
         cdef Moe *m = &self.m
-        cdef int i
+        cdef int i, j, k, places = sum([slots + spares for _, slots, spares, _ in classes]), at = 0, slot = 0
         if m.running:
             raise RuntimeError("already started")
         self.cache = cache
         m.cache = &cache.c
+        m.place = <int *>calloc(m.cache.n_slots + 1, sizeof(int))
+        m.slot_pending = <int *>calloc(places * MAX_PARTS + 1, sizeof(int))
+        m.n_spares = sum([spares for _, _, spares, _ in classes])
+        m.spares = <Spare *>calloc(m.n_spares + 1, sizeof(Spare))
+        k = 0
+        for i, (address, slots, spares, stride) in enumerate(classes):
+            for j in range(m.n_layers):
+                if layer_class[j] == i:
+                    m.layers[j].base, m.layers[j].first, m.layers[j].stride = address, at, stride
+                    m.layers[j].cls = i
+            for _ in range(slots):
+                m.place[slot] = at
+                slot += 1
+                at += 1
+            for _ in range(spares):
+                m.spares[k].cls = i
+                m.spares[k].place = at
+                m.spares[k].layer = -1
+                k += 1
+                at += 1
         for i in range(m.n_layers):
-            m.layers[i].base, m.layers[i].first, m.layers[i].stride = slots[i]
             m.layers[i].quota = quotas[i]
-        m.slot_pending = <int *>calloc(m.cache.n_slots * MAX_PARTS + 1, sizeof(int))
         m.n_ring = n_ring
         m.ring_base = ring_address
         m.ring_stride = ring_stride
@@ -637,6 +710,37 @@ cdef class Streamer:
         ones, and the sum over the pairs of the share of the weights that fell."""
         return (self.m.drop.positions, self.m.drop.routed, self.m.drop.dropped, self.m.drop.mass)
 
+    def read_ahead(self, str how="off", bint log=False):
+        """What is read before its layer is routed: "next-layer" (what the layer's router makes of the input of the
+        router before it), "previous-token" or "off". `log`: guesses are scored, whether they are acted on or not."""
+        self.m.prefetch = {"off": 0, "next-layer": PREFETCH_NEXT, "previous-token": PREFETCH_PREVIOUS}[how]
+        self.m.predict_log = log
+
+    def unpredictable(self):
+        """Layers seen so far whose router could not be read off the graph, or whose input is gone when the experts
+        run: nothing is guessed from or for them."""
+        return [i for i in range(self.m.n_layers)
+                if self.m.routers[i].state < 0 or (self.m.routers[i].state > 0 and not self.m.routers[i].alive)]
+
+    def prefetch_counters(self):
+        """Running totals as a tuple: experts read ahead, routed experts found among them, guesses taken back before
+        they were read whole, ns spent guessing; then bytes that were used and of these re-reads, bytes that were
+        not, and of these re-reads."""
+        cdef Moe *m = &self.m
+        return (m.prefetch_guesses, m.prefetch_hits, m.prefetch_cancelled, m.guess_ns, m.prefetch_used,
+                m.prefetch_used_rereads, m.prefetch_wasted, m.prefetch_wasted_rereads)
+
+    def scores(self):
+        """Of the routed experts of decoded tokens, how many were guessed: per layer `{guess: (right, all)}`, for
+        "control" (the layer's own router run again), "next-layer" and "previous-token"."""
+        names = ("control", "next-layer", "previous-token")
+        return [{name: (self.m.scores[(i * SCORES + k) * 2], self.m.scores[(i * SCORES + k) * 2 + 1])
+                 for k, name in enumerate(names)} for i in range(self.m.n_layers)]
+
+    def lie(self, int shift):
+        """Adds `shift` to every guessed expert, modulo their number: for the test that output does not depend on it."""
+        self.m.lie = shift
+
     def take_positions(self, int n):
         """Bytes read since the last call, by the batch position that was the first to want them: two lists of `n`
         numbers, all bytes and the part of experts that had been read before. Later positions count with the last.
@@ -659,7 +763,7 @@ cdef class Streamer:
         for i in range(m.cache.n_slots):
             if m.cache.slots[i].layer >= 0:
                 # The middle of the first slice's area: weights, whatever the alignment.
-                (<char *>_slot_address(m, m.cache.slots[i].layer, i))[PAGE + byte] ^= 0x3f
+                (<char *>_place_address(m, m.cache.slots[i].layer, m.place[i]))[PAGE + byte] ^= 0x3f
 
     def close(self):
         """Lets go of everything; the lanes must be idle or closed, the context freed."""
@@ -674,7 +778,10 @@ cdef class Streamer:
                     <uintptr_t>m.count, <uintptr_t>m.fill_at, <uintptr_t>m.rows, <uintptr_t>m.x_ring,
                     <uintptr_t>m.next_chunk, <uintptr_t>m.left_chunks, <uintptr_t>m.n_chunks,
                     <uintptr_t>m.miss, <uintptr_t>m.x_reread, <uintptr_t>m.position_bytes,
-                    <uintptr_t>m.position_rereads, <uintptr_t>m.drop.gone):
+                    <uintptr_t>m.position_rereads, <uintptr_t>m.drop.gone, <uintptr_t>m.x_place,
+                    <uintptr_t>m.place, <uintptr_t>m.spares, <uintptr_t>m.routers, <uintptr_t>m.guess_scratch,
+                    <uintptr_t>m.guess, <uintptr_t>m.n_guess, <uintptr_t>m.last, <uintptr_t>m.n_last,
+                    <uintptr_t>m.scores):
             free(<void *><uintptr_t>ptr)
 
     def __dealloc__(self):

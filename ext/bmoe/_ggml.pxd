@@ -75,6 +75,8 @@ cdef struct Ggml:
     size_t (*type_size)(int) noexcept nogil
     const char *(*type_name)(int) noexcept nogil
     const char *(*op_name)(int) noexcept nogil
+    int (*unary_op)(const bm_tensor *) noexcept nogil
+    const char *(*unary_op_name)(int) noexcept nogil
     const bm_cpu_traits *(*cpu_traits)(int) noexcept nogil
     bm_buft *(*cpu_buft)() noexcept nogil
     void *(*buffer_from_ptr)(void *, size_t) noexcept nogil

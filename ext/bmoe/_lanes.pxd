@@ -28,6 +28,9 @@ cdef extern from "sync.h" nogil:
         int sleepers
     void bm_barrier_wait(bm_barrier *b, int n)
 
+cdef enum:
+    LOW_CAPACITY = 256
+
 cdef struct File:
     int fd            # buffered descriptor, always open
     int direct        # O_DIRECT descriptor, or -1
@@ -51,6 +54,10 @@ cdef struct Pool:
     int capacity      # a power of two
     unsigned int head
     unsigned int tail
+    # Reads ahead: taken when the queue above is empty, by all lanes but one.
+    Read low[LOW_CAPACITY]
+    int n_low
+    int low_busy      # lanes inside one of them
     int stop
     int n_lanes
     pthread_t *threads
@@ -77,6 +84,12 @@ cdef struct Pool:
     int sabotage
 
 cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil
+# Queues reads below the others in priority; how many found room.
+cdef int pool_submit_low(Pool *p, Read *reads, int n) noexcept nogil
+# Reads ahead that have not begun and count down `pending`: takes them back (as if they had never been queued), or
+# makes them ordinary ones. How many there were.
+cdef int pool_cancel_low(Pool *p, int *pending) noexcept nogil
+cdef int pool_promote_low(Pool *p, int *pending) noexcept nogil
 cdef void pool_wait_idle(Pool *p) noexcept nogil
 # Sleeps until a read has finished since `seq` was loaded from done_seq.
 cdef void pool_wait_progress(Pool *p, int seq) noexcept nogil

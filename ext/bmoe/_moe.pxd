@@ -4,9 +4,18 @@ from bmoe._cache cimport Cache, ExpertCache
 from bmoe._drop cimport Drop
 from bmoe._ggml cimport bm_tensor
 from bmoe._lanes cimport Lanes, Pool, bm_barrier
+from bmoe._predict cimport Router
 
 cdef enum:
     MAX_PARTS = 4     # gate, up, down, or gate_up and down; one to spare
+    MAX_GUESSES = 32  # experts of one layer that are read ahead
+    GUESS_TOKENS = 4  # positions of the widest batch for which something is
+    PREFETCH_NEXT = 1
+    PREFETCH_PREVIOUS = 2
+    SCORE_CONTROL = 0
+    SCORE_NEXT = 1
+    SCORE_PREVIOUS = 2
+    SCORES = 3
 
 cdef struct Segment:  # the expert matmuls of one layer that follow each other in a graph
     int n
@@ -31,9 +40,25 @@ cdef struct Part:     # one routed-expert tensor, `blk.<il>.ffn_*_exps.weight`
 cdef struct Layer:
     int n_expert
     int quota         # experts of one wide batch that it may admit
+    int n_parts
+    int first_part    # in `parts`
+    int64_t expert_bytes
+    int cls           # size class
     int64_t stride    # bytes of a slot
-    int64_t base      # address of the slot numbered `first`
+    int64_t base      # address of the place numbered `first`
     int first
+    double missing    # misses of a batch of few tokens, fading mean
+
+cdef struct Spare:    # a slot's memory that the cache does not know
+    int cls
+    int place
+    int layer         # -1: empty
+    int expert
+    int open          # a guess that its layer has not judged yet
+    int broken        # not all of it was read
+    int epoch         # of the plan that used it last
+    int reread        # the expert had been read before
+    int64_t bytes
 
 cdef struct Moe:
     Cache *cache
@@ -54,7 +79,8 @@ cdef struct Moe:
     int overlap
     int running       # slots and ring are there
     # Memory.
-    int *slot_pending      # [n_slots * MAX_PARTS]
+    int *place             # [n_slots] where a slot's memory is, in places of its class
+    int *slot_pending      # [places * MAX_PARTS]
     int n_ring
     int64_t ring_base
     int64_t ring_stride
@@ -72,7 +98,8 @@ cdef struct Moe:
     Segment *plan_segment
     int n_x                # distinct experts of the batch, resident first
     int *x_expert
-    int *x_slot            # slot, or -1: through the ring
+    int *x_slot            # slot, or -1: none
+    int *x_place           # place of its memory, or -1: through the ring
     int *x_start           # [n_x + 1] first of its rows
     int *x_of              # [max_expert] index by expert, or -1
     int *count             # [max_expert]
@@ -90,6 +117,29 @@ cdef struct Moe:
     int issue_at
     bm_barrier barrier
     Drop drop
+    # Reading ahead.
+    int prefetch           # 0, PREFETCH_NEXT or PREFETCH_PREVIOUS
+    int predict_log
+    int graph              # counts the graphs that were walked
+    Router *routers        # [n_layers]
+    Spare *spares
+    int n_spares
+    char *guess_scratch
+    int64_t guess_room
+    int *guess             # [n_layers * MAX_GUESSES] what the layer before guessed
+    int *n_guess
+    int *last              # [n_layers * MAX_GUESSES] what the last token routed
+    int *n_last
+    int64_t *scores        # [n_layers * SCORES * 2] right and all, by kind of guess
+    int lie                # fault injection
+    int64_t guess_ns
+    int64_t prefetch_guesses
+    int64_t prefetch_hits
+    int64_t prefetch_cancelled
+    int64_t prefetch_used      # bytes
+    int64_t prefetch_used_rereads
+    int64_t prefetch_wasted
+    int64_t prefetch_wasted_rereads
     # Stop requests.
     int abort
     int64_t last_signal_ns
