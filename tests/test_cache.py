@@ -233,7 +233,7 @@ def test_fewer_slots_than_a_token_routes(slots: int, overlap: bool, tiny: Tiny, 
 def test_rejected_drafts_are_taken_out_of_the_cache(tiny: Tiny, open_engine: OpenEngine) -> None:
     """The cache of a run with drafts that are rejected is told of each: as many tokens vote as are in the text."""
     path = tiny("qwen3moe", "Q8_0")
-    engine = open_engine(path, 8, draft=DraftSpec(types=("ngram",)))
+    engine = open_engine(path, 8, draft=DraftSpec(types=("ngram",), policy="always"))
     assert engine.cache is not None
     with patch.object(engine, "cache", wraps=engine.cache) as spy:
         _, result = drive(engine, prompt_ids(20, seed=3) * 3, 40)

@@ -195,7 +195,9 @@ def test_a_run_is_llama_cpps_with_these_weights(
     """Every gating: the same experts fall, and every logit has the same bits."""
     path = tiny(arch, "Q8_0" if arch != "gpt-oss" else None, n_expert=16, n_used=6)
     settings = {"threads": 2, "ubatch": 16}
-    engine = open_engine(path, 14, drop_cold_experts=1.0, drop_in_prefill=in_prefill, overlap=in_prefill, **settings)
+    engine = open_engine(
+        path, 14, cache_policy="lru", drop_cold_experts=1.0, drop_in_prefill=in_prefill, overlap=in_prefill, **settings
+    )
     run, result = drive(engine, PROMPT, STEPS)
     with EditedResident(path, engine, 1.0, **settings) as model:
         expected = model.run(PROMPT, STEPS, in_prefill)
@@ -287,7 +289,7 @@ def test_verify_batches_drop_by_position(
     path = tiny(arch, "Q8_0" if arch != "gpt-oss" else None, n_expert=16, n_used=6)
     settings = {"threads": 1, "ubatch": 16}
     draft = drafting.DraftSpec(types=("ngram",), policy="always")
-    engine = open_engine(path, 14, drop_cold_experts=0.9, draft=draft, **settings)
+    engine = open_engine(path, 14, cache_policy="lru", drop_cold_experts=0.9, draft=draft, **settings)
     engine.drafter = Guessing()  # type: ignore[assignment]
     log = Logged(engine, monkeypatch)
     generation = engine.generate(PROMPT, max_tokens=STEPS, stop_at_end=False)

@@ -23,8 +23,8 @@ def caches(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return layer_class, class_slots
 
 
-@given(caches(), st.randoms(use_true_random=False), st.integers(1, 260), st.sampled_from([None, 1, 3]))
-@settings(max_examples=250, deadline=None)
+@given(caches(), st.randoms(use_true_random=False), st.integers(1, 120), st.sampled_from([None, 1, 3]))
+@settings(max_examples=80, deadline=None)
 def test_the_same_victims_as_in_plain_python(
     shape: tuple[list[int], list[int]], rng: random.Random, steps: int, quota: int | None
 ) -> None:
@@ -38,7 +38,7 @@ def test_the_same_victims_as_in_plain_python(
     for epoch in range(steps):
         layer = (layer + 1) % n if orderly else rng.randrange(n)
         if layer == 0 or width < 0:
-            width = rng.choice([1, 1, 1, 1, 2, 4, 40, 150])
+            width = rng.choice([1, 1, 1, 1, 1, 1, 1, 2, 4, 40, 40, 150])
             left = rng.choice([-1, -1, -1, 0, 10, 50]) if width > 2 else -1
             cache.prompt(left)
             plain.prompt(left)
