@@ -27,6 +27,8 @@ from .flags import (
     add_model_flag,
     add_report_flags,
     add_streaming_flags,
+    add_trace_flags,
+    check_output_flags,
     engine_settings,
 )
 from .stopping import StopStrings
@@ -78,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"recurrent models: longest draft that can be taken back ({DEFAULT_SNAPSHOTS})",
     )
 
+    add_trace_flags(p)
     add_report_flags(p)
     return p
 
@@ -154,9 +157,7 @@ def _one_line(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """One generation as `args` ask for it."""
     prompt = read_prompt(args)
-    if args.metrics_json:
-        inputs = [f for f in (args.model, args.file) if f]
-        report.check_writable(args.metrics_json, "--metrics-json", inputs)
+    check_output_flags(args)
     if args.n_predict is not None and args.n_predict < 0:
         raise UsageError(f"--n-predict: {args.n_predict} is negative; give 0 or more tokens")
     StopStrings(args.stop)
@@ -178,7 +179,10 @@ def run(args: argparse.Namespace) -> int:
             prompt = chat.apply_template(engine, prompt, think=not args.no_think)
         elif args.chatml:
             prompt = chat.chatml(prompt, think=not args.no_think)
-        return _generate(engine, prompt, sampling, args, tell)
+        code = _generate(engine, prompt, sampling, args, tell)
+    for line in engine.failures:
+        say(f"bmoe: {line}")
+    return code
 
 
 def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, tell: Say) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from .drafting import DraftSpec
 from .errors import UsageError
+from .files import check_outputs
 from .sizing import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
 from .weights import DENSE_MODES, DenseMode
 
@@ -53,6 +55,9 @@ class EngineConfig:
     predict_log: bool = False
     drop_cold_experts: float | None = None
     drop_in_prefill: bool = False
+    route_trace: str | None = None
+    io_trace: str | None = None
+    cache_state: str | None = None
     score_rows: int = 0
     """Tokens of one batch that `Engine.score` wants the logits of; fewer where they would take much memory."""
 
@@ -95,6 +100,19 @@ class EngineConfig:
             )
         elif cache.mode == "off" or cache.mb == 0:
             raise UsageError("--drop-cold-experts needs a cache: without one every expert is cold; drop --cache-mb 0")
+
+        if self.cache_state is not None and (cache.mode == "off" or cache.mb == 0):
+            raise UsageError("--cache-state needs a cache: drop --cache-mb 0")
+        check_outputs(
+            {
+                flag: Path(path) if path is not None else None
+                for flag, path in (
+                    ("--route-trace", self.route_trace),
+                    ("--io-trace", self.io_trace),
+                    ("--cache-state", self.cache_state),
+                )
+            }
+        )
 
     def cache_request(self) -> CacheRequest:
         """The cache part of it, for `sizing.decide`."""

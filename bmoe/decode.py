@@ -219,8 +219,7 @@ class Generation:
         engine, result = self._engine, self.result
         engine.in_step = False
         del engine.cached_ids[-n:]
-        if engine.cache is not None:
-            engine.cache.reject(n)
+        engine.reject_in_cache(n)
         kept = list(engine.cached_ids)
         if engine.context.truncate(len(kept)):
             engine.in_step = True
@@ -296,7 +295,7 @@ class Generation:
             engine.report_progress("prefill", at - done, whole)
             engine.tell_cache(max(0, len(ids) - at - step))
             try:
-                self._decode(np.array(ids[at : at + step], np.int32), drop=engine.config.drop_in_prefill)
+                self._decode(np.array(ids[at : at + step], np.int32), drop=engine.config.drop_in_prefill, cause=cause)
                 if cause == "prefill":
                     self.result.prefill_tokens = min(at + step, len(ids)) - done
             finally:
@@ -307,11 +306,13 @@ class Generation:
                 self._charge_ahead()
         engine.report_progress("prefill", whole, whole)
 
-    def _decode(self, tokens: IntArray, each: bool = False, skip: int = 0, drop: bool = True) -> None:
+    def _decode(
+        self, tokens: IntArray, each: bool = False, skip: int = 0, drop: bool = True, cause: str = "decode"
+    ) -> None:
         """Appends tokens to the sequence, or leaves it as it was and says why not.
 
         `each`: logits of every one are kept, but for the first `skip`; `drop`: cold experts may be dropped, where the
-        engine does that.
+        engine does that; `cause`: what its traces call the batch, "prefill", "decode" or "recovery".
         """
         engine = self._engine
         if engine.cancelled:
@@ -321,8 +322,12 @@ class Generation:
         engine.in_step = False
         engine.streamer.set_dropping(drop)
         t0 = time.perf_counter()
-        code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
-        self._graph_s += time.perf_counter() - t0
+        try:
+            code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
+        finally:
+            self._graph_s += time.perf_counter() - t0
+            if engine.traces:
+                engine.traces.batch(cause, len(engine.cached_ids), len(tokens))
         if code == 0:
             engine.cached_ids.extend(tokens.tolist())
             engine.in_step = True

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots
+from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots, warm
 from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
 from .decode import Generation
 from .drafting import make_drafter
@@ -22,6 +22,7 @@ from .metrics import StreamCounters
 from .pacing import make_pace
 from .scoring import Scoring
 from .sizing import CacheDecision, ModelSizes, advice, decide
+from .tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from .weights import Weights
 
 ALLOWANCE = 64 << 20
@@ -45,7 +46,8 @@ class Engine:
 
     One generation at a time; `cancel()` may be called from any thread. Several engines in a process are
     independent of each other. Attributes: `config` (resolved), `arch`, `decision` (the cache and why),
-    `layers` (routed experts; empty for a dense model), `load_s`, `notes` (lines worth telling the user).
+    `layers` (routed experts; empty for a dense model), `load_s`, `notes` (lines worth telling the user), `traces`,
+    `preload` (reads ahead after a warm start), `failures` (after `close()`: what could not be written, one line each).
     """
 
     def __init__(self, path: Path, config: EngineConfig, progress: Progress | None = None) -> None:
@@ -57,9 +59,13 @@ class Engine:
         # The tokens that the context holds; `in_step` is False while a change of it is under way.
         self.cached_ids: list[int] = []
         self.in_step = True
+        self.traces = Traces()
+        self.preload: warm.Preloader | None = None
         self._cancelled = threading.Event()
         self._progress = progress or (lambda stage, done, whole: None)
         self._busy: Generation | None = None
+        self.failures: list[str] = []
+        self._state: tuple[Path, dict[str, Any], warm.Counts | None] | None = None
         self.closed = False
         with ExitStack() as stack:
             self._open(stack, path, config)
@@ -85,12 +91,16 @@ class Engine:
         overrides = self._expert_override(config)
         lanes = _lanes.Lanes([os.fspath(p) for p in file.paths], config.io_threads, config.odirect)
         stack.callback(lanes.close)
+        stack.callback(self.traces.close)
+        if config.io_trace is not None:
+            self.traces.io = IoTracer(
+                Path(config.io_trace), lanes, io_preamble(file, path.name, self._run_facts(config))
+            )
         weights = Weights(file.paths)
         stack.callback(weights.close)
         before = osmem.read_process_memory().rss
         model = llama.load_model(file.header, file.virtual_size, str(path), overrides)
         stack.callback(model.close)
-        self.file = file = replace(file, header=b"")
         _mem.trim_heap()
         # The interpreter, its libraries and the vocabulary: what else this process holds for this model.
         self.overhead = _base_rss() + max(0, osmem.read_process_memory().rss - before)
@@ -98,6 +108,8 @@ class Engine:
 
         layers = expert_layers(file.tensors, model.tensors)
         self.layers: tuple[ExpertLayer, ...] = layers
+        identity = warm.identity(file, layers) if config.cache_state is not None else {}
+        self.file = file = replace(file, header=b"")
         self._verify_direct(config)
         expert_names = {t.name for layer in layers for t in layer.tensors}
         loaded = [t for t in file.tensors if t.name in model.tensors]
@@ -116,6 +128,9 @@ class Engine:
         )
         if weights.note:
             self.notes.append(weights.note)
+        self.traces.batch("dense", 0, 0)
+        if self.traces.io is not None:
+            self.traces.io.know(layers)
 
         n_threads = config.n_threads()
         # A dense model has one too, without layers: its abort callback is how Ctrl-C and cancel() stop a graph.
@@ -156,6 +171,12 @@ class Engine:
             self._start_cache(stack, config)
         if config.drop_cold_experts is not None:
             self._start_dropping(config.drop_cold_experts)
+        if config.route_trace is not None:
+            facts = {**self._run_facts(config), "policy": config.policy, "budget_bytes": self.budget_bytes}
+            preamble = route_preamble(file, path.name, layers, self.n_used, self.plan if layers else None, facts)
+            self.traces.route = RouteTracer(Path(config.route_trace), hook, file, layers, preamble)
+        if config.cache_state is not None:
+            self._warm_start(stack, config, Path(config.cache_state), identity)
 
     def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
         if config.n_expert_used is None:
@@ -272,6 +293,50 @@ class Engine:
             )
         self.streamer.drop_cold(threshold)
 
+    def _run_facts(self, config: EngineConfig) -> dict[str, object]:
+        """What a trace's preamble says of the run."""
+        return {
+            "overlap": int(config.overlap),
+            "io_threads": config.io_threads,
+            "ubatch": config.ubatch,
+            "draft": ",".join(config.draft.types) or "none",
+            "drop_cold_experts": config.drop_cold_experts or 0,
+        }
+
+    def _warm_start(self, stack: ExitStack, config: EngineConfig, path: Path, identity: dict[str, Any]) -> None:
+        if self.cache is None or not self.cache.n_slots:
+            self.notes.append("--cache-state does nothing: there is no cache of experts")
+            return
+        self.streamer.count_uses()
+        old = None
+        try:
+            old = warm.read_state(path, identity)
+        except warm.StateError as e:
+            self.notes.append(f"--cache-state: {e}: ignored, and replaced at exit")
+        self._state = (path, identity, old)
+        if old is None:
+            return
+        lanes = _lanes.Lanes(self.lanes.paths, warm.LANES, config.odirect and self.lanes.direct)
+        stack.callback(lanes.close)
+        if self.traces.io is not None:
+            self.traces.io.add(lanes, "preload")
+        self.preload = warm.Preloader(self.streamer, lanes, warm.by_frequency(old), self.plan.layer_class)
+        stack.callback(self.preload.stop)
+        self.preload.start()
+
+    def _save_state(self) -> None:
+        if self._state is None:
+            return
+        path, identity, old = self._state
+        counts = self.streamer.uses()
+        self._state = None
+        if not any(map(any, counts)):
+            return  # nothing was learned
+        try:
+            warm.write_state(path, identity, warm.merge(old, counts))
+        except OSError as e:
+            self.failures.append(f"--cache-state: cannot write {path}: {e.strerror}")
+
     # ---- use ------------------------------------------------------------------------------------
 
     def generate(
@@ -317,6 +382,7 @@ class Engine:
                 raise BmoeError("a generation is running on this engine in another thread: cancel it first")
             self._busy.close()  # left in the middle: its consumer has gone
         self._cancelled.clear()
+        self.traces.begin_turn()
         self.streamer.take_interrupt()  # of a cancel() that came after the last graph
 
     def cancel(self) -> None:
@@ -368,6 +434,13 @@ class Engine:
         """Tells the cache of the next batch: so many tokens of the prompt follow it; -1: it is decode's."""
         if self.cache is not None:
             self.cache.prompt(prompt_left)
+            self.traces.tell_prompt(prompt_left)
+
+    def reject_in_cache(self, n: int) -> None:
+        """Tells the cache that the last `n` tokens of the batch before were not accepted."""
+        if self.cache is not None:
+            self.cache.reject(n)
+            self.traces.tell(f"reject:{n}")
 
     def set_progress(self, progress: Progress) -> None:
         """Replaces who is told of progress."""
@@ -381,8 +454,11 @@ class Engine:
         """Joins the lanes, frees the model and closes its files. May be called twice."""
         if self._busy is not None:
             self._busy.close()
+        if not self.closed:
+            self._save_state()
         self.closed = True
         self._stack.close()
+        self.failures += self.traces.failures()
 
     def _check_open(self) -> None:
         if self.closed:

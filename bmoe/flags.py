@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from .config import CACHE_POLICIES, DEFAULT_CONTEXT, DEFAULT_LANES, DEFAULT_UBATCH, MAX_LANES, PREFETCHES
 from .errors import UsageError
+from .files import check_outputs
 from .sizing import DEFAULT_FLOOR_MB, parse_cache_mb
 from .weights import DENSE_MODES
 
@@ -95,6 +96,25 @@ def add_report_flags(p: argparse.ArgumentParser) -> None:
     g.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
 
 
+def add_trace_flags(p: argparse.ArgumentParser) -> None:
+    """--route-trace, --io-trace, --cache-state."""
+    g = p.add_argument_group("traces and warm starts")
+    g.add_argument("--route-trace", metavar="PATH", help="write which experts each token was routed to, as CSV")
+    g.add_argument("--io-trace", metavar="PATH", help="write every read of the model's files, as CSV")
+    g.add_argument(
+        "--cache-state", metavar="PATH",
+        help="at exit, write which experts were used most; at start, read those ahead in the background",
+    )  # fmt: skip
+
+
+def check_output_flags(args: argparse.Namespace) -> None:
+    """Raises UsageError where a file that the run is to write cannot be written, or is one that it reads."""
+    names = ("metrics_json", "route_trace", "io_trace", "cache_state")
+    outputs = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    inputs = [f for f in (args.model, args.file) if f and f != "-"]
+    check_outputs({flag: Path(path) if path is not None else None for flag, path in outputs.items()}, inputs)
+
+
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Settings of EngineConfig from the compute, streaming and lossy groups.
 
@@ -119,6 +139,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "n_expert_used": args.n_expert_used,
         "drop_cold_experts": args.drop_cold_experts,
         "drop_in_prefill": args.drop_in_prefill,
+        "route_trace": args.route_trace,
+        "io_trace": args.io_trace,
+        "cache_state": args.cache_state,
     }
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import osmem
 from .config import Sampling
 from .engine import Engine
-from .errors import BmoeError, UsageError
+from .errors import BmoeError
+from .files import write_whole
 from .metrics import GenerationResult, StreamCounters, expert_summary
 from .version import __version__
 
@@ -65,7 +64,27 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     )
     if steps and result.decode_s:
         lines.append(_time_line(engine, decode, result))
-    return lines
+    return lines + extra_lines(engine)
+
+
+def extra_lines(engine: Engine) -> list[str]:
+    """What was read ahead and what was traced; nothing where neither was asked for."""
+    return ([engine.preload.line()] if engine.preload is not None else []) + engine.traces.lines()
+
+
+def warm_start(engine: Engine) -> dict[str, Any] | None:
+    """The `warm_start` object of the metrics file, of the engine's whole life; None where nothing is read ahead."""
+    if engine.preload is None:
+        return None
+    loader = engine.preload.loader
+    return {
+        "experts": loader.experts,
+        "used": loader.used(),
+        "bytes_read": loader.bytes + loader.bytes_unused,
+        "bytes_too_late": loader.bytes_unused,
+        "disk_bytes": engine.preload.lanes.counters()[0],
+        "done": engine.preload.done,
+    }
 
 
 def spec_lines(result: GenerationResult) -> list[str]:
@@ -211,6 +230,7 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
             "scores": engine.streamer.scores() if engine.config.predict_log else None,
             "unpredictable_layers": engine.streamer.unpredictable(),
         },
+        "warm_start": warm_start(engine),
         "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,
@@ -221,51 +241,9 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
     }
 
 
-def check_writable(path: Path, flag: str, inputs: Sequence[str | os.PathLike[str]] = ()) -> None:
-    """Raises UsageError where a file cannot be written at `path`, before anything has been computed.
-
-    `inputs`: files that the run reads, which it must not replace.
-    """
-    try:
-        if any(os.path.samefile(path, f) for f in inputs if os.path.exists(f) and path.exists()):
-            raise UsageError(f"{flag}: {path} is read by this run; give another path")
-        if path.is_dir():
-            raise UsageError(f"{flag}: {path} is a directory; give a file")
-        if _is_device(path):
-            return
-        if path.exists() and not os.access(path, os.W_OK):
-            raise UsageError(f"{flag}: cannot write {path}: no permission")
-        temporary = _temporary(path)
-        temporary.touch()
-        temporary.unlink()
-    except OSError as e:
-        raise UsageError(f"{flag}: cannot write {path}: {e.strerror}") from None
-
-
 def write_json(path: Path, data: dict[str, Any], flag: str = "--metrics-json") -> None:
-    """Writes `data` whole or not at all: a temporary file beside it, then a rename. A device or pipe is written to."""
-    text = json.dumps(data, indent=1) + "\n"
-    temporary = None
+    """Writes `data` whole or not at all; a device or pipe is written to. Raises BmoeError."""
     try:
-        if _is_device(path):
-            with open(path, "a", encoding="utf-8") as f:
-                f.write(text)
-            return
-        temporary = _temporary(path)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path.resolve())
+        write_whole(path, json.dumps(data, indent=1) + "\n")
     except OSError as e:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
-
-
-def _is_device(path: Path) -> bool:
-    """True for what is written to in place: a device, a pipe, /dev/stdout (whatever that is)."""
-    return path.exists() and (not path.is_file() or str(path.parent) in ("/dev", "/dev/fd", "/proc/self/fd"))
-
-
-def _temporary(path: Path) -> Path:
-    """Where the file lies while it is written: beside `path`, or beside what it links to."""
-    real = path.resolve()
-    return real.with_name(f".{real.name}.{os.getpid()}.tmp")

@@ -172,9 +172,9 @@ class Scoring(Generation):
         """Decodes one batch; what is surprising of the tokens that follow those after the first `skip`."""
         engine = self._engine
         drop = single or engine.config.drop_in_prefill
-        scored = skip < len(tokens)
+        scored, cause = skip < len(tokens), "decode" if single else "prefill"
         try:
-            self._decode(np.array(tokens, np.int32), each=len(tokens) - skip > 1, skip=skip, drop=drop)
+            self._decode(np.array(tokens, np.int32), each=len(tokens) - skip > 1, skip=skip, drop=drop, cause=cause)
         finally:
             self._width = 0
             total, again = engine.streamer.take_positions(1)

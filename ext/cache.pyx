@@ -209,6 +209,77 @@ cdef void cache_forget(Cache *c, int slot) noexcept nogil:
         c.n_resident -= 1
 
 
+cdef void _push_back(Cache *c, Class *k, int s, int after) noexcept nogil:
+    # Behind slot `after`, or as the first where that is -1.
+    cdef Slot *x = &c.slots[s]
+    if after < 0:
+        _push_front(c, k, s)
+        return
+    x.prev = after
+    x.next = c.slots[after].next
+    c.slots[after].next = s
+    if x.next >= 0:
+        c.slots[x.next].prev = s
+    else:
+        k.tail = s
+
+
+cdef int cache_hold(Cache *c, int layer) noexcept nogil:
+    cdef Class *k = &c.classes[c.cls[layer]]
+    cdef int s
+    if c.policy == POLICY_VOTES:
+        s = k.head
+        if s < 0:
+            return -1
+        k.head = c.slots[s].next
+    else:
+        s = k.tail
+        if s < 0 or c.slots[s].layer >= 0:
+            return -1
+        _unlink(c, k, s)
+    k.n_held += 1
+    return s
+
+
+cdef void cache_release(Cache *c, int layer, int slot) noexcept nogil:
+    cdef Class *k = &c.classes[c.cls[layer]]
+    k.n_held -= 1
+    if c.policy == POLICY_VOTES:
+        c.slots[slot].next = k.head
+        k.head = slot
+    else:
+        _push_back(c, k, slot, k.tail)
+
+
+cdef bint cache_fill(Cache *c, int layer, int expert, int slot) noexcept nogil:
+    cdef Class *k = &c.classes[c.cls[layer]]
+    cdef Slot *x = &c.slots[slot]
+    cdef int s, at
+    if c.table[c.base[layer] + expert] >= 0:
+        cache_release(c, layer, slot)
+        return False
+    k.n_held -= 1
+    x.layer = layer
+    x.expert = expert
+    x.pin = -1
+    c.table[c.base[layer] + expert] = slot
+    c.n_resident += 1
+    c.seen[c.base[layer] + expert] = 1
+    if c.policy == POLICY_VOTES:
+        # Nobody has voted for it yet; it is judged with the others when its layer is routed.
+        at = c.base[layer] + c.n_kept[layer]
+        c.kept[at] = slot
+        c.keys[at] = _key(0, expert)
+        c.n_kept[layer] += 1
+        _find_lowest(c, layer)
+    else:
+        s = k.tail
+        while s >= 0 and c.slots[s].layer < 0:
+            s = c.slots[s].prev
+        _push_back(c, k, slot, s)
+    return True
+
+
 cdef int cache_seen(Cache *c, int layer, int expert) noexcept nogil:
     cdef unsigned char *b = &c.seen[c.base[layer] + expert]
     cdef int before = b[0]
@@ -316,24 +387,28 @@ cdef class ExpertCache:
         """One token's routed experts of one layer: `(hits, misses)`, each a list of expert ids; see `route`."""
         return self.route(layer, [experts], epoch)
 
-    def route(self, int layer, rows, int epoch, quota=None):
+    def route(self, int layer, rows, int epoch, quota=None, routed=None):
         """One routed batch of one layer, a row of experts for each token: `(hits, misses)`, each expert once.
 
         The sequence that the engine follows, the latest token's experts first: pin the resident ones, admit the
         others while there are slots, and leave the first the most recently used, the last the least. A batch of
-        several tokens with more than `quota` experts admits the first `quota` only.
+        several tokens with more than `quota` experts admits the first `quota` only. `routed`: what the router asked
+        for, where some of it was dropped and `rows` is what remains.
         Raises ValueError for a layer or expert out of range.
         """
         cdef Cache *c = &self.c
         cdef int e, s, tok, n_tok = len(rows)
         if not 0 <= layer < c.n_layers:
             raise ValueError(f"no layer {layer}")
-        for row in rows:
+        asked = rows if routed is None else routed
+        if len(asked) != n_tok:
+            raise ValueError(f"{len(asked)} rows were routed, {n_tok} remain")
+        for row in [*rows, *asked]:
             for e in row:
                 if not 0 <= e < c.n_expert[layer]:
                     raise ValueError(f"no expert {e} in layer {layer}")
         cache_begin(c, layer, n_tok)
-        for tok, row in enumerate(rows):
+        for tok, row in enumerate(asked):
             for e in dict.fromkeys(row):
                 cache_note(c, layer, n_tok, tok, e)
         cache_score(c, layer)
@@ -427,6 +502,39 @@ cdef class ExpertCache:
             raise ValueError("sharpness is 0 to 12, recency 0 to 0.2, second 0 to 1")
         votes_constants(&self.c.votes, sharpness, recency, second)
 
+    def hold(self, int layer):
+        """Takes an empty slot of the class of `layer` out of the index, for an expert to be read ahead; -1: none."""
+        return cache_hold(&self.c, layer) if 0 <= layer < self.c.n_layers else -1
+
+    def fill(self, int layer, int expert, int slot):
+        """Makes a held slot that of an expert, last in line to stay; False, and the slot empty, where it is resident.
+
+        Raises ValueError for a layer, expert or slot that is out of range or not held.
+        """
+        self._check_held(layer, slot)
+        if not 0 <= expert < self.c.n_expert[layer]:
+            raise ValueError(f"no expert {expert} in layer {layer}")
+        return bool(cache_fill(&self.c, layer, expert, slot))
+
+    def release(self, int layer, int slot):
+        """Gives a held slot back, empty. Raises ValueError as `fill` does."""
+        self._check_held(layer, slot)
+        cache_release(&self.c, layer, slot)
+
+    def _check_held(self, int layer, int slot):
+        cdef Class *k
+        if not 0 <= layer < self.c.n_layers:
+            raise ValueError(f"no layer {layer}")
+        k = &self.c.classes[self.c.cls[layer]]
+        if not (k.first <= slot < k.first + k.count and k.n_held > 0 and self.c.slots[slot].layer < 0):
+            raise ValueError(f"slot {slot} is not held for layer {layer}")
+
+    def forget(self, int layer, int expert):
+        """Takes an expert out of the cache; nothing where it is not in it."""
+        cdef int s = cache_find(&self.c, layer, expert)
+        if s >= 0:
+            cache_forget(&self.c, s)
+
     def scores(self, int layer):
         """Scores of the resident experts of `layer` when it was last routed, by expert, in 1/2^20 (for tests)."""
         cdef int i, first = self.c.base[layer]
@@ -477,7 +585,7 @@ cdef class ExpertCache:
                 s = c.slots[s].next
             if c.policy == POLICY_VOTES:
                 n += sum(c.n_kept[j] for j in range(c.n_layers) if c.cls[j] == i)
-            assert n == c.classes[i].count
+            assert n + c.classes[i].n_held == c.classes[i].count
         if c.policy == POLICY_VOTES:
             for i in range(c.n_layers):
                 n = c.base[i]

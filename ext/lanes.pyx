@@ -9,8 +9,9 @@ that gives pages back to the kernel (docs/streaming.md has the table). No lane t
 import errno as _errno
 import os
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 from posix.fcntl cimport O_RDONLY, open as c_open
@@ -47,6 +48,11 @@ cdef extern from "<pthread.h>" nogil:
 DEF ALIGN = 4096
 ALIGNMENT = ALIGN
 """Alignment of every direct read, bytes: covers 512 and 4096 byte logical blocks."""
+IO_ROW = [
+    *((name, "i8") for name in ("queued_ns", "began_ns", "ended_ns", "offset", "need", "got")),
+    *((name, "i4") for name in ("file", "lane", "direct", "failed")),
+]
+"""Fields of a recorded read, for numpy.dtype; times of the monotonic clock."""
 
 
 cdef void _fail(Pool *p, Read *r, int code, int64_t got) noexcept nogil:
@@ -80,13 +86,36 @@ cdef int64_t _read_loop(int fd, char *dst, int64_t length, int64_t need, int64_t
     return got
 
 
-cdef void _do_read(Pool *p, Read *r) noexcept nogil:
+cdef void _record(Pool *p, Read *r, int lane, int64_t t0, int64_t got, bint direct) noexcept nogil:
+    cdef IoRow *row
+    pthread_mutex_lock(&p.lock)
+    if p.io_n < p.io_size:
+        row = &p.io[p.io_n]
+        p.io_n += 1
+        row.queued_ns = r.queued_ns
+        row.began_ns = t0
+        row.ended_ns = bm_now_ns()
+        row.offset = r.offset
+        row.need = r.need
+        row.got = max(got, 0)
+        row.file = r.file
+        row.lane = lane
+        row.direct = direct
+        row.failed = got < r.need
+    elif p.io != NULL:
+        p.io_lost += 1
+    pthread_mutex_unlock(&p.lock)
+
+
+cdef void _do_read(Pool *p, Read *r, int lane) noexcept nogil:
     cdef File *f = &p.files[r.file]
     cdef int64_t got = 0, t0 = bm_now_ns(), c0 = bm_thread_cpu_ns()
     cdef int code = 0, fd = f.direct if f.use_direct else -1
     cdef bint whole = False
     if p.sabotage == 3:
         _fail(p, r, 5, 0)
+        if p.io != NULL:
+            _record(p, r, lane, t0, 0, fd >= 0)
         return
     if fd >= 0:
         got = _read_loop(fd, r.dst, r.length, r.need, r.offset, &code)
@@ -112,6 +141,8 @@ cdef void _do_read(Pool *p, Read *r) noexcept nogil:
     bm_add64(&p.bytes, got)
     bm_add64(&p.busy_ns, bm_now_ns() - t0)
     bm_add64(&p.cpu_ns, bm_thread_cpu_ns() - c0)
+    if p.io != NULL:
+        _record(p, r, lane, t0, got, fd >= 0 and whole)
 
 
 cdef inline void _finish(Pool *p, Read *r) noexcept nogil:
@@ -130,7 +161,7 @@ cdef inline void _finish(Pool *p, Read *r) noexcept nogil:
 cdef void *_lane(void *arg) noexcept nogil:
     cdef Pool *p = <Pool *>arg
     cdef Read r
-    cdef int i
+    cdef int i, lane = bm_add(&p.n_started, 1)
     cdef bint low
     while True:
         pthread_mutex_lock(&p.lock)
@@ -152,9 +183,9 @@ cdef void *_lane(void *arg) noexcept nogil:
         pthread_mutex_unlock(&p.lock)
         if p.sabotage == 1:
             _finish(p, &r)
-            _do_read(p, &r)
+            _do_read(p, &r, lane)
         else:
-            _do_read(p, &r)
+            _do_read(p, &r, lane)
             _finish(p, &r)
         if low:
             pthread_mutex_lock(&p.lock)
@@ -177,6 +208,7 @@ cdef inline void _in_flight(Pool *p, int n) noexcept nogil:
 
 cdef int pool_submit_low(Pool *p, Read *reads, int n) noexcept nogil:
     cdef int i
+    cdef int64_t now = bm_now_ns() if p.io != NULL else 0
     pthread_mutex_lock(&p.lock)
     if n > LOW_CAPACITY - p.n_low:
         n = LOW_CAPACITY - p.n_low
@@ -184,6 +216,7 @@ cdef int pool_submit_low(Pool *p, Read *reads, int n) noexcept nogil:
         _in_flight(p, n)
         for i in range(n):
             p.low[p.n_low + i] = reads[i]
+            p.low[p.n_low + i].queued_ns = now
         p.n_low += n
         pthread_cond_broadcast(&p.work)
     pthread_mutex_unlock(&p.lock)
@@ -239,6 +272,7 @@ cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil:
 cdef void _queue(Pool *p, Read *reads, int n) noexcept nogil:
     # With the lock held.
     cdef int i, old
+    cdef int64_t now = bm_now_ns() if p.io != NULL else 0
     cdef Read *bigger
     while <int>(p.tail - p.head) + n > p.capacity:
         bigger = <Read *>malloc(sizeof(Read) * 2 * p.capacity)
@@ -252,6 +286,7 @@ cdef void _queue(Pool *p, Read *reads, int n) noexcept nogil:
         p.tail = old
     for i in range(n):
         p.queue[p.tail & <unsigned int>(p.capacity - 1)] = reads[i]
+        p.queue[p.tail & <unsigned int>(p.capacity - 1)].queued_ns = now
         p.tail += 1
     if n == 1:
         pthread_cond_signal(&p.work)
@@ -401,6 +436,28 @@ cdef class Lanes:
             pool_wait_idle(&self.pool)
         bm_store(&self.pool.failed, 0)
 
+    def record(self, int most):
+        """Records reads from now on, at most `most` between two calls of `take_reads`; the lanes must be idle."""
+        cdef Pool *p = &self.pool
+        free(p.io)
+        p.io = <IoRow *>malloc(sizeof(IoRow) * max(most, 1))
+        p.io_size = most if p.io != NULL else 0
+        p.io_n = 0
+
+    def take_reads(self):
+        """Reads that ended since the last call, as the bytes of `IO_ROW` rows, and how many more found no room."""
+        cdef Pool *p = &self.pool
+        with nogil:
+            pthread_mutex_lock(&p.lock)
+        try:
+            out = PyBytes_FromStringAndSize(<char *>p.io, p.io_n * sizeof(IoRow)) if p.io_n else b""
+            lost = p.io_lost
+            p.io_n = 0
+            p.io_lost = 0
+        finally:
+            pthread_mutex_unlock(&p.lock)
+        return out, lost
+
     def sabotage(self, int mode):
         """Fault injection for the tests that show that a gate can fail. Not for anything else.
 
@@ -443,6 +500,7 @@ cdef class Lanes:
         cdef Pool *p = &self.pool
         self.close()
         free(p.files)
+        free(p.io)
         free(p.queue)
         free(p.threads)
         pthread_mutex_destroy(&p.lock)

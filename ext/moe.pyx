@@ -25,6 +25,7 @@ from bmoe._lanes cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, 
                           bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low, pool_submit,
                           pool_submit_low, pool_wait_idle, pool_wait_progress)
 from bmoe._predict cimport Router, router_scratch, router_top, router_walk
+from bmoe._routelog cimport LOG_CLEAR, LOG_FORGET, log_event, log_free, log_outcome, log_plan, log_take
 
 DEF PAGE = 4096
 DEF BATCH = 32
@@ -151,7 +152,7 @@ cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
             t.op = ggml().op_custom
             memcpy(&t.op_params[0], &cp, sizeof(cp))
             _note(m, p, t)
-    elif m.drop.threshold > 0:
+    elif m.drop.threshold > 0 or m.log.on:
         drop_walk(&m.drop, t)
     return False
 
@@ -180,6 +181,10 @@ cdef void _check_signals(Streamer s) noexcept:
 cdef inline int64_t _place_address(Moe *m, int layer, int place) noexcept nogil:
     cdef Layer *l = &m.layers[layer]
     return l.base + (place - l.first) * l.stride
+
+
+cdef char *slice_area(Moe *m, Part *p, int slot) noexcept nogil:
+    return <char *>(_place_address(m, p.layer, m.place[slot]) + p.area)
 
 
 cdef inline bint _ready(Moe *m, Part *p, int x) noexcept nogil:
@@ -258,7 +263,11 @@ cdef void _settle(Moe *m) noexcept nogil:
             for i in range(m.issue_at if o == m.issue_order else 0, m.n_miss):
                 x = m.miss[i]
                 if m.x_slot[x] >= 0:
+                    bm_spin_lock(&m.index_lock)
+                    if m.cache.slots[m.x_slot[x]].layer >= 0:
+                        log_event(&m.log, LOG_FORGET, m.plan_layer, m.x_expert[x])
                     cache_forget(m.cache, m.x_slot[x])
+                    bm_spin_unlock(&m.index_lock)
         m.issue_order = m.plan_segment.n
     _prefetch_forget(m)
     m.n_ring_free = m.n_ring
@@ -295,6 +304,9 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     m.epoch += 1
     m.plan_layer = p.layer
     m.plan_segment = p.segment
+    bm_spin_lock(&m.index_lock)
+    if m.log.on:
+        log_plan(&m.log, p.layer, ids, p.segment.weights)
     if m.drop.threshold > 0 and not drop_plan(&m.drop, c, p.layer, ids, p.segment.weights, m.x_of):
         bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
     memset(m.count, 0, sizeof(int) * l.n_expert)
@@ -328,11 +340,20 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
         if s >= 0:
             c.slots[s].pin = m.epoch
             c.hits += 1
+    if m.log.on:
+        for x in range(n_x):
+            m.x_fate[x] = 1 if m.x_slot[x] >= 0 else 0
+            if m.n_spares and not m.x_fate[x] and _spare_find(m, p.layer, m.x_expert[x]) >= 0:
+                m.x_fate[x] = 2
+        log_outcome(&m.log, m.x_of, m.x_fate, m.drop.gone if m.drop.n_gone else NULL)
     # Where slots are short, the latest used are the first to be offered one.
     m.n_miss = 0
     for x in range(n_x):
         e = m.x_expert[x]
-        if m.x_slot[x] >= 0:
+        s = m.x_slot[x]
+        if s >= 0:
+            m.fresh_used += m.slot_fresh[s]
+            m.slot_fresh[s] = 0
             continue
         c.misses += 1
         ahead = _spare_find(m, p.layer, e) if m.n_spares else -1
@@ -341,6 +362,8 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
             c.rereads += m.x_reread[x]
         s = cache_admit(c, p.layer, e, m.epoch) if x < n_keep else -1
         m.x_slot[x] = s
+        if s >= 0:
+            m.slot_fresh[s] = 0
         if ahead >= 0:
             # On its way or there already, read as a guess.
             _prefetch_claim(m, ahead)
@@ -364,12 +387,15 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     for x in range(n_keep - 1, -1, -1):
         if m.x_slot[x] >= 0:
             cache_touch(c, m.x_slot[x])
+    bm_spin_unlock(&m.index_lock)
     # Rows by expert, then those that fell.
     at = 0
     for x in range(n_x):
         m.x_start[x] = at
         m.fill_at[x] = at
         at += m.count[m.x_expert[x]]
+        if m.uses != NULL:
+            m.uses[c.base[p.layer] + m.x_expert[x]] += m.count[m.x_expert[x]]
     m.x_start[n_x] = at
     for tok in range(n_tok):
         for i in range(n_used):
@@ -576,6 +602,7 @@ cdef class Streamer:
         m.x_expert = <int *>calloc(n, sizeof(int))
         m.x_slot = <int *>calloc(n, sizeof(int))
         m.x_place = <int *>calloc(n, sizeof(int))
+        m.x_fate = <unsigned char *>calloc(n, 1)
         m.routers = <Router *>calloc(m.n_layers + 1, sizeof(Router))
         m.guess = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
         m.n_guess = <int *>calloc(m.n_layers + 1, sizeof(int))
@@ -629,6 +656,7 @@ cdef class Streamer:
                 at += 1
         for i in range(m.n_layers):
             m.layers[i].quota = quotas[i]
+        m.slot_fresh = <unsigned char *>calloc(m.cache.n_slots + 1, 1)
         m.n_ring = n_ring
         m.ring_base = ring_address
         m.ring_stride = ring_stride
@@ -681,7 +709,11 @@ cdef class Streamer:
         with nogil:
             _settle(m)
         if forget:
+            with nogil:
+                bm_spin_lock(&m.index_lock)
+                log_event(&m.log, LOG_CLEAR, 0, 0)
             self.cache.clear()
+            bm_spin_unlock(&m.index_lock)
 
     def counters(self):
         """Running totals as a tuple: plans, routed, hits, misses, evictions, rereads, streamed, reads, bytes,
@@ -691,6 +723,33 @@ cdef class Streamer:
             return (0,) * 12
         return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
                 m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
+
+    def count_uses(self):
+        """Counts the routed rows of each expert from now on; see `uses`."""
+        cdef Moe *m = &self.m
+        if m.running and m.uses == NULL:
+            m.uses = <int64_t *>calloc(sum(m.layers[i].n_expert for i in range(m.n_layers)) + 1, sizeof(int64_t))
+
+    def uses(self):
+        """Routed rows of each expert since `count_uses`, a list for each layer; empty where nothing is counted."""
+        cdef Moe *m = &self.m
+        if m.uses == NULL:
+            return []
+        return [[m.uses[m.cache.base[i] + e] for e in range(m.layers[i].n_expert)] for i in range(m.n_layers)]
+
+    def log_routes(self, bint on):
+        """Whether plans are recorded from now on; see `take_routes`."""
+        self.m.log.on = on
+
+    def take_routes(self):
+        """The records since the last call, as bytes of int32 (`bmoe.tracing` reads them), and how many were lost."""
+        cdef Moe *m = &self.m
+        with nogil:
+            bm_spin_lock(&m.index_lock)
+        try:
+            return log_take(&m.log)
+        finally:
+            bm_spin_unlock(&m.index_lock)
 
     def drop_cold(self, double threshold):
         """Graphs for which `set_dropping` is on leave out cold experts below `threshold` / top-k; 0: none do."""
@@ -773,6 +832,7 @@ cdef class Streamer:
         self.closed = 1
         m.running = 0
         for ptr in (<uintptr_t>m.parts, <uintptr_t>m.layers, <uintptr_t>m.segments, <uintptr_t>m.slot_pending,
+                    <uintptr_t>m.slot_fresh, <uintptr_t>m.uses, <uintptr_t>m.x_fate,
                     <uintptr_t>m.ring_pending, <uintptr_t>m.ring_free, <uintptr_t>m.q, <uintptr_t>m.tiled,
                     <uintptr_t>m.x_expert, <uintptr_t>m.x_slot, <uintptr_t>m.x_start, <uintptr_t>m.x_of,
                     <uintptr_t>m.count, <uintptr_t>m.fill_at, <uintptr_t>m.rows, <uintptr_t>m.x_ring,
@@ -783,6 +843,7 @@ cdef class Streamer:
                     <uintptr_t>m.guess, <uintptr_t>m.n_guess, <uintptr_t>m.last, <uintptr_t>m.n_last,
                     <uintptr_t>m.scores):
             free(<void *><uintptr_t>ptr)
+        log_free(&m.log)
 
     def __dealloc__(self):
         self.close()

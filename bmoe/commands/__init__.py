@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol
 
-from . import perplexity
+from . import perplexity, trace
 
 
 class Command(Protocol):
@@ -23,7 +23,7 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {"perplexity": perplexity}
+COMMANDS: dict[str, Command] = {"perplexity": perplexity, "trace": trace}
 
 
 def find(words: Sequence[str]) -> Command | None:

@@ -20,6 +20,8 @@ from ..flags import (
     add_model_flag,
     add_report_flags,
     add_streaming_flags,
+    add_trace_flags,
+    check_output_flags,
     engine_settings,
 )
 from ..metrics import StreamCounters, expert_summary
@@ -53,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_compute_flags(p, context=f"tokens of a window ({DEFAULT_WINDOW})")
     add_streaming_flags(p)
     add_lossy_flags(p)
+    add_trace_flags(p)
     add_report_flags(p)
     return p
 
@@ -61,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Scores the file; prints one line on stdout."""
     settings = _settings(args)
     text = _read(args.file)
-    if args.metrics_json:
-        report.check_writable(args.metrics_json, "--metrics-json", [f for f in (args.model, args.file) if f])
+    check_output_flags(args)
     tell = silent if args.quiet else say
     llama.exit_on_abort()
     with ProgressView(enabled=not args.quiet) as view:
@@ -85,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
             tell(line)
         if args.metrics_json:
             report.write_json(args.metrics_json, measured.metrics(complete=code == 0))
+    for line in engine.failures:
+        say(f"bmoe: {line}")
     return code
 
 
@@ -154,7 +158,8 @@ class Measurement:
             f"{counters.bytes / MiB / tokens:.3f} MiB/token in {args.mode}, "
             f"{'-' if rate is None else f'{100 * rate:.1f} %'} hit"
         )
-        return out + report.drop_lines(engine.config.drop_cold_experts, self.prefill, self.decode)
+        out += report.drop_lines(engine.config.drop_cold_experts, self.prefill, self.decode)
+        return out + report.extra_lines(engine)
 
     def metrics(self, complete: bool) -> dict[str, Any]:
         """The metrics object."""
@@ -183,6 +188,7 @@ class Measurement:
             "bytes_per_token": counters.bytes / tokens if tokens else None,
             "hit_rate": counters.hit_rate,
             "total_s": self.seconds,
+            "warm_start": report.warm_start(engine),
             "expert": expert_summary(self.decode, t.n, budget, resident, dropping),
             "prefill": {"expert": expert_summary(self.prefill, self.prefilled, budget, resident, dropping)},
         }

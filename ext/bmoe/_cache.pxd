@@ -21,6 +21,7 @@ cdef struct Class:    # slots of one size, shared by the layers whose experts ha
     int n_layers
     int first_member  # its layers in `members`
     int n_experts     # of all its layers
+    int n_held        # slots that `cache_hold` has taken out
 
 cdef struct Cache:
     int policy
@@ -58,6 +59,11 @@ cdef void cache_touch(Cache *c, int slot) noexcept nogil
 # last; -1 where every slot of its class is pinned by `epoch`, or holds what is more likely to be used.
 cdef int cache_admit(Cache *c, int layer, int expert, int epoch) noexcept nogil
 cdef void cache_forget(Cache *c, int slot) noexcept nogil
+# Reading ahead: an empty slot of the layer's class leaves the index (-1: there is none); when the expert's bytes are in
+# it, it comes back, last in line to stay. False where the expert has become resident meanwhile: the slot is empty again.
+cdef int cache_hold(Cache *c, int layer) noexcept nogil
+cdef bint cache_fill(Cache *c, int layer, int expert, int slot) noexcept nogil
+cdef void cache_release(Cache *c, int layer, int slot) noexcept nogil
 # Marks (layer, expert) as read once; 1 where it had been read before.
 cdef int cache_seen(Cache *c, int layer, int expert) noexcept nogil
 

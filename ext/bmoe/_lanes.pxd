@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 from posix.types cimport off_t
 
 cdef extern from "<pthread.h>" nogil:
@@ -44,6 +44,19 @@ cdef struct Read:
     int64_t need      # bytes that must arrive for the slice to be whole
     char *dst         # aligned
     int *pending      # decremented once when this read is done, whatever its outcome
+    int64_t queued_ns # when it was queued; set only while reads are recorded
+
+cdef struct IoRow:    # one read that has ended, while they are recorded
+    int64_t queued_ns # of the monotonic clock
+    int64_t began_ns
+    int64_t ended_ns
+    int64_t offset    # bytes, aligned
+    int64_t need      # bytes that were wanted from there
+    int64_t got       # bytes that came
+    int32_t file
+    int32_t lane
+    int32_t direct    # past the page cache, and not redone through it
+    int32_t failed
 
 cdef struct Pool:
     File *files
@@ -60,6 +73,7 @@ cdef struct Pool:
     int low_busy      # lanes inside one of them
     int stop
     int n_lanes
+    int n_started     # lanes that have taken their number
     pthread_t *threads
     # What waiting compute threads watch.
     int done_seq
@@ -80,6 +94,11 @@ cdef struct Pool:
     int64_t active_ns # wall time with at least one read queued or under way
     int64_t active_since
     int64_t n_fallback  # reads redone without O_DIRECT
+    # Record of reads, under `lock`; NULL: off.
+    IoRow *io
+    int io_size
+    int io_n
+    int64_t io_lost   # rows that found no room since the last take
     # Fault injection for tests: 0 none, 1 says done before the read, 2 flips a byte, 3 fails
     int sabotage
 

@@ -5,6 +5,7 @@ from bmoe._drop cimport Drop
 from bmoe._ggml cimport bm_tensor
 from bmoe._lanes cimport Lanes, Pool, bm_barrier
 from bmoe._predict cimport Router
+from bmoe._routelog cimport RouteLog
 
 cdef enum:
     MAX_PARTS = 4     # gate, up, down, or gate_up and down; one to spare
@@ -81,6 +82,7 @@ cdef struct Moe:
     # Memory.
     int *place             # [n_slots] where a slot's memory is, in places of its class
     int *slot_pending      # [places * MAX_PARTS]
+    unsigned char *slot_fresh  # [n_slots] 1: filled by a warm start, and not used yet
     int n_ring
     int64_t ring_base
     int64_t ring_stride
@@ -112,11 +114,14 @@ cdef struct Moe:
     int *n_chunks
     int *miss
     int n_miss
+    unsigned char *x_fate  # [n_x] 0 a miss, 1 resident, 2 a miss that had been read ahead
     int issue_lock
+    int index_lock         # the cache's index, and the log: a plan, and who reads beside it
     int issue_order
     int issue_at
     bm_barrier barrier
     Drop drop
+    RouteLog log
     # Reading ahead.
     int prefetch           # 0, PREFETCH_NEXT or PREFETCH_PREVIOUS
     int predict_log
@@ -157,6 +162,11 @@ cdef struct Moe:
     int64_t *position_rereads  # of these, bytes of experts that had been read before
     unsigned char *x_reread    # [n_x] 1: the miss had been read before
     int64_t streamed       # misses that went through the ring, not into a slot
+    int64_t *uses          # [sum of n_expert] routed rows of each expert; NULL: not counted
+    int64_t fresh_used     # experts of a warm start that were then used
+
+# Where the bytes of a slice of an expert go in a slot.
+cdef char *slice_area(Moe *m, Part *p, int slot) noexcept nogil
 
 cdef class Streamer:
     cdef Moe m
