@@ -131,6 +131,8 @@ class CacheReplay:
 
     def _expert_event(self, name: str, layer: int, expert: int = -1) -> None:
         held = self._held[self.classes[layer]]
+        if name in ("forget", "load", "warm") and expert < 0:
+            raise ValueError(name)
         if name == "forget":
             self.cache.forget(layer, expert)
             return
