@@ -29,6 +29,8 @@ IO_COLUMNS = (
     "turn", "phase", "step", "time_us", "lane", "layer", "expert", "part", "file", "offset", "bytes", "slice_bytes",
     "queue_us", "latency_us", "direct", "failed", "cause",
 )  # fmt: skip
+MOST_ROWS = 4096
+"""Rows of a route trace that are held as text before they are written: a prompt's would take tens of MiB."""
 MOST_READS = 1 << 16
 """Reads that are recorded between two batches at least; more where a model's batch can have more."""
 
@@ -115,9 +117,15 @@ class RouteTracer:
                 continue
             out += self._plan(batch, layer, entries)
             self._batch += 1
-        if out:
-            self.rows += len(out)
-            self.file.write("\n".join(out) + "\n")
+            if len(out) >= MOST_ROWS:
+                self._write(out)
+        self._write(out)
+
+    def _write(self, rows: list[str]) -> None:
+        if rows:
+            self.rows += len(rows)
+            self.file.write("\n".join(rows) + "\n")
+            rows.clear()
 
     def _event(self, event: str) -> None:
         # An expert that was read ahead at once takes one word.
