@@ -32,10 +32,13 @@ from bench import cgroup, texts
 
 MiB = 1 << 20
 
+# Every cell drafts with the default policy, adaptive, but those that say "always".
 CELLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram 3": {"types": ("ngram",), "ngram": {"n_max": 3}},
-    "ngram 32, match 8": {"types": ("ngram",), "ngram": {"n_max": 32, "min_match": 8}},
+    "ngram 3, always": {"types": ("ngram",), "ngram": {"n_max": 3}, "policy": "always"},
+    "ngram 64": {"types": ("ngram",), "ngram": {"n_max": 64}},
+    "ngram 64, always": {"types": ("ngram",), "ngram": {"n_max": 64}, "policy": "always"},
     "ngram-simple": {"types": ("ngram-simple",)},
     "ngram-map-k": {"types": ("ngram-map-k",)},
     "ngram-map-k4v": {"types": ("ngram-map-k4v",), "ngram_map_k4v": {"size_n": 8, "size_m": 32, "min_hits": 2}},
@@ -50,7 +53,8 @@ def make_spec(cell: dict[str, Any]) -> Any:
     kinds = {"ngram": NgramConfig, "ngram_mod": ModConfig}
     return DraftSpec(
         types=tuple(cell.get("types", ())),
-        **{k: kinds.get(k, MapConfig)(**v) for k, v in cell.items() if k != "types"},
+        policy=cell.get("policy", "adaptive"),
+        **{k: kinds.get(k, MapConfig)(**v) for k, v in cell.items() if k not in ("types", "policy")},
     )
 
 
@@ -58,6 +62,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells of one model, in one process: each has an engine of its own, opened and closed."""
     import bmoe
     from bmoe.drafting import make_drafter
+    from bmoe.pacing import make_pace
 
     rows: list[dict[str, Any]] = []
     longest = make_spec({"types": ("ngram-mod",)})
@@ -75,7 +80,8 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
                 plain: list[int] | None = None
                 for i in range(args.repeats):
                     for name in args.cells:
-                        engine.drafter = make_drafter(make_spec(CELLS[name]))
+                        spec = make_spec(CELLS[name])
+                        engine.drafter, engine.pace = make_drafter(spec), make_pace(spec.policy)
                         engine.context.clear()
                         engine.cached_ids.clear()
                         g = engine.generate(prompt, max_tokens=len(script), script=forced, stop_at_end=False)
