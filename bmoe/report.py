@@ -214,9 +214,9 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,
-            "kv_bytes": engine.context.buffers.kv,
-            "recurrent_bytes": engine.context.buffers.recurrent,
-            "compute_bytes": engine.context.buffers.compute,
+            "kv_bytes": engine.buffers.kv,
+            "recurrent_bytes": engine.buffers.recurrent,
+            "compute_bytes": engine.buffers.compute,
         },
     }
 
