@@ -1,83 +1,36 @@
-"""Drafting with a model's own head, on real (tiny) models: output, state, streams and accounts."""
+"""Drafting with a model's own head, on real (tiny) models: output, streams, accounts, other sources, refusals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cli_process import run
 from conftest import OpenEngine
 from gguf_edit import Gguf
 from reference import prompt_ids
-from tiny_mtp import Batch, ForcedHead, ResidentHead, force, head_state, record, write_tiny_mtp
+from tiny_mtp import (
+    PROMPT,
+    ForcedHead,
+    N,
+    ResidentHead,
+    TinyMtp,
+    close_state,
+    force,
+    head_of,
+    head_state,
+    ids,
+    models,
+    record,
+    spec,
+)
 
 import bmoe
 from bmoe import mtp
 from bmoe.drafting import DrafterStack, DraftSpec, ModConfig
-
-N = 40
-PROMPT = prompt_ids(24, 3)
-MODELS = [("glm4moe", 1), ("deepseek2", 1), ("qwen35moe", 1), ("hy_v3", 2), ("hy_v3", 3)]
-models = pytest.mark.parametrize(("arch", "heads"), MODELS, ids=[f"{arch}-{heads}" for arch, heads in MODELS])
-TinyMtp = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def tiny_mtp(tmp_path_factory: pytest.TempPathFactory) -> TinyMtp:
-    base, written = tmp_path_factory.mktemp("mtp"), dict[str, Path]()
-
-    def write(arch: str, heads: int = 1, quant: str = "F32") -> Path:
-        key = f"{arch}-{heads}-{quant}"
-        if key not in written:
-            written[key] = write_tiny_mtp(base / f"{key}.gguf", arch, quant, heads)
-        return written[key]
-
-    return write
-
-
-def spec(draft: int = 3, **settings: Any) -> DraftSpec:
-    return DraftSpec(types=("mtp",), draft=draft, **settings)
-
-
-def ids(engine: bmoe.Engine, prompt: Sequence[int], n: int = N, **settings: Any) -> list[int]:
-    return [t.id for t in engine.generate(prompt, max_tokens=n, stop_at_end=False, **settings)]
-
-
-def head_of(engine: bmoe.Engine) -> mtp.MtpSource:
-    assert engine.head is not None
-    return engine.head
-
-
-def close_state(a: bytes, b: bytes) -> None:
-    """Two states of a head's context: the same positions; keys and values but for the rounding of wider batches."""
-    assert len(a) == len(b)
-    x, y = np.frombuffer(a[: len(a) & ~1], np.float16), np.frombuffer(b[: len(b) & ~1], np.float16)
-    np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=0.02, rtol=0.02)
-    assert (x.view(np.uint16) == y.view(np.uint16)).mean() > 0.8
-
-
-def same_drafts(a: tuple[list[int], list[Batch]], b: tuple[list[int], list[Batch]]) -> None:
-    """Two runs wrote the same, and their heads, asked at the same places, gave the same first token.
-
-    Logits but for the rounding of batches of other widths; a wrong row or key moves them by more than 1.
-    """
-    assert a[0] == b[0]
-    first = [
-        {
-            x.position: x
-            for x in batches
-            if len(x.logits) and len(x.tokens) == 1 and x.head == 0 and x.position == x.held
-        }
-        for _, batches in (a, b)
-    ]
-    assert first[0].keys() == first[1].keys()
-    assert len(first[0]) >= 5
-    for position, x in first[0].items():
-        assert x.tokens == first[1][position].tokens
-        np.testing.assert_allclose(x.logits, first[1][position].logits, atol=0.1)
-
 
 # ---- output -----------------------------------------------------------------------------------------
 
@@ -214,274 +167,6 @@ def test_what_the_head_takes_is_counted(tiny_mtp: TinyMtp, open_engine: OpenEngi
     assert head.n_batch == min(mtp.WIDTH, engine.context.n_batch)
 
 
-# ---- state ------------------------------------------------------------------------------------------
-
-
-@models
-def test_state_after_rejection_is_that_of_never_drafting(
-    arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
-    path, states, rows = tiny_mtp(arch, heads), [], []
-    expected = ids(open_engine(path), PROMPT)
-    for wrong in (None, 1, 2):
-        engine = open_engine(path, draft=spec())
-        if wrong is None:
-            engine.drafter = DrafterStack()
-        else:
-            force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, wrong))
-        assert ids(engine, PROMPT) == expected
-        source = head_of(engine)
-        source.feed(engine.cached_ids)
-        assert source.held == len(engine.cached_ids) == len(PROMPT) + N - 1
-        assert source.pending.start == source.held - 1
-        states.append(head_state(engine))
-        rows.append(source.pending.rows)
-    for state, row in zip(states[1:], rows[1:], strict=True):
-        close_state(state, states[0])
-        np.testing.assert_allclose(row, rows[0], atol=0.01)
-    with pytest.raises(AssertionError):
-        close_state(states[0][:-64] + bytes(64), states[0])
-
-
-@models
-def test_a_draft_leaves_what_feeding_leaves(arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    """Bit for bit: the last confirmed token with the target's row, and nothing of the draft."""
-    path = tiny_mtp(arch, heads)
-    states = []
-    for draft in (True, False):
-        engine = open_engine(path, draft=spec())
-        first = ids(engine, PROMPT, 1)[0]
-        source = head_of(engine)
-        if draft:
-            assert len(source.draft(np.array(PROMPT, np.int32), first, 3)) == (heads if heads > 1 else 3)
-        # The target's row of the last token is known, that of `first` is not: the head may hold both.
-        source.feed([*PROMPT, first])
-        assert source.held == len(PROMPT) + 1
-        states.append(head_state(engine))
-    assert states[0] == states[1]
-
-
-@models
-def test_the_head_only_holds_what_was_confirmed(
-    arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
-    """Every batch starts where the confirmed tokens with the target's rows end, or goes on from the draft."""
-    path = tiny_mtp(arch, heads)
-    expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, draft=spec())
-    force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 2))
-    batches = record(engine)
-    ids(engine, PROMPT)
-    whole, fed = [*PROMPT, *expected], dict[int, np.ndarray[Any, Any]]()
-    for b in batches:
-        if not len(b.logits):
-            assert b.position == b.held, "nothing is fed twice, nothing left out"
-            assert b.tokens == whole[b.position : b.position + len(b.tokens)]
-            for i, row in enumerate(b.rows):
-                # All heads are given the same row for a position.
-                assert np.array_equal(fed.setdefault(b.position + i, row), row)
-    if heads > 1:
-        assert {b.head for b in batches} == set(range(heads))
-
-
-@models
-def test_a_kept_prefix_drafts_as_a_fresh_engine(
-    arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
-    path = tiny_mtp(arch, heads)
-    first = prompt_ids(60, 3)
-
-    def drafts(engine: bmoe.Engine, prompt: Sequence[int]) -> tuple[list[int], list[Batch]]:
-        batches = record(engine)
-        tokens = ids(engine, prompt, 20)
-        engine.head.head.run = type(engine.head.head).run.__get__(engine.head.head)  # type: ignore[union-attr]
-        return tokens, batches
-
-    warm = open_engine(path, draft=spec())
-    ids(warm, first)
-    for prompt in (
-        [*first, *warm.cached_ids[60:80], 65, 66],  # goes back into what was generated
-        first[:30] + prompt_ids(30, 9),  # leaves the prompt in its middle
-        first[:30] + prompt_ids(30, 9)[:10],  # a part of what is there
-        [7, 8, 9],  # nothing in common
-    ):
-        with_prefix = drafts(warm, prompt)
-        # And right behind what is there.
-        again = [*warm.cached_ids, with_prefix[0][-1], 70, 71]
-        same_drafts(with_prefix, drafts(open_engine(path, draft=spec()), prompt))
-        same_drafts(drafts(warm, again), drafts(open_engine(path, draft=spec()), again))
-
-
-# ---- the edges --------------------------------------------------------------------------------------
-
-
-@models
-@pytest.mark.parametrize("at", [0, 1, 2, 7])
-def test_cancelled_inside_a_graph_of_the_head(
-    arch: str, heads: int, at: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
-    path = tiny_mtp(arch, heads)
-    expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, "few", draft=spec())
-    context, left = head_of(engine).head, at
-    run = context.run
-
-    def stopping(*args: Any) -> int:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            engine.streamer.request_abort()
-            engine._cancelled.set()
-        return run(*args)
-
-    context.run = stopping  # type: ignore[method-assign]
-    generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
-    got = [t.id for t in generation]
-    assert generation.result.stop == "cancelled"
-    assert got == expected[: len(got)]
-    assert len(got) < N
-    split = generation.result.flash_split
-    assert split.total == generation.result.prefill.bytes + generation.result.decode.bytes
-    context.run = run  # type: ignore[method-assign]
-    batches = record(engine)
-    assert ids(engine, PROMPT) == expected
-    # It goes on as if nothing had happened: every draft is that of a fresh engine.
-    other = open_engine(path, "few", draft=spec())
-    fresh = record(other)
-    same_drafts((expected, batches), (ids(other, PROMPT), fresh))
-
-
-def test_cancelled_inside_a_verify_batch(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    for arch in ("glm4moe", "qwen35moe"):
-        path = tiny_mtp(arch)
-        expected = ids(open_engine(path), PROMPT)
-        engine = open_engine(path, "few", draft=spec())
-        force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 3))
-        decode_each, calls = engine.context.decode_each, 0
-
-        def stopping(*args: Any, engine: Any = engine, decode_each: Any = decode_each) -> int:
-            nonlocal calls
-            calls += 1
-            if calls == 4:
-                engine.cancel()
-            return int(decode_each(*args))
-
-        engine.context.decode_each = stopping  # type: ignore[method-assign]
-        generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
-        got = [t.id for t in generation]
-        assert generation.result.stop == "cancelled"
-        assert got == expected[: len(got)]
-        assert ids(engine, PROMPT) == expected
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_a_failed_read_of_the_head(heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    path = tiny_mtp("hy_v3", heads)
-    expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, "few", draft=spec())
-    context = head_of(engine).head
-    run, failed = context.run, False
-
-    def failing(head: int, tokens: Any, rows: Any, position: int, outputs: bool) -> int:
-        nonlocal failed
-        if outputs and position > len(PROMPT) + 4 and not failed:
-            failed = True
-            engine.lanes.sabotage(3)
-            engine.cache.clear()  # type: ignore[union-attr]
-        return run(head, tokens, rows, position, outputs)
-
-    context.run = failing  # type: ignore[method-assign]
-    got: list[int] = []
-    with pytest.raises(bmoe.ReadError, match="Input/output error"):  # noqa: PT012
-        for token in engine.generate(PROMPT, max_tokens=N, stop_at_end=False):
-            got.append(token.id)
-    assert failed
-    assert got == expected[: len(got)]
-    engine.lanes.sabotage(0)
-    assert ids(engine, PROMPT) == expected
-
-
-@models
-@pytest.mark.parametrize("n", [1, 2, 5, 6, 9])
-def test_the_limit_is_reached_inside_a_group(
-    arch: str, heads: int, n: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
-    path = tiny_mtp(arch, heads)
-    expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, draft=spec())
-    force(engine, ForcedHead(head_of(engine), len(PROMPT), expected))
-    assert ids(engine, PROMPT, n) == expected[:n]
-    assert len(engine.cached_ids) == len(PROMPT) + n - 1
-    assert ids(engine, PROMPT) == expected
-
-
-@models
-def test_the_context_fills_inside_a_group(arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    path, prompt = tiny_mtp(arch, heads), prompt_ids(230, 3)
-    plain = open_engine(path)
-    expected = ids(plain, prompt, 100)
-    assert len(expected) == plain.context.n_ctx - len(prompt) + 1
-    engine = open_engine(path, draft=spec())
-    force(engine, ForcedHead(head_of(engine), len(prompt), expected))
-    assert ids(engine, prompt, 100) == expected
-
-
-def test_an_end_token_inside_a_group(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    for arch in ("glm4moe", "qwen35moe"):
-        path = tiny_mtp(arch)
-        engine = open_engine(path, draft=spec())
-        source = head_of(engine)
-        end = next(t for t in range(engine.context.n_vocab) if bmoe.llama.is_end(engine.model, t))
-        script = [*range(60, 67), end, *range(70, 100)]
-        force(engine, ForcedHead(source, len(PROMPT), script))
-        generation = engine.generate(PROMPT, max_tokens=len(script), script=script)
-        assert [t.id for t in generation] == script[:8]
-        assert generation.result.stop == "end"
-        expected = ids(open_engine(path), PROMPT, 10)
-        assert ids(engine, PROMPT, 10) == expected
-
-
-def test_a_memory_that_refuses_keeps_the_heads_state(
-    tiny_mtp: TinyMtp, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the target has to be decoded again, the head has not; the bytes of it are the recovery's."""
-    path = tiny_mtp("glm4moe")
-    expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, "few", draft=spec())
-    force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 2))
-    monkeypatch.setattr(engine.context, "truncate", lambda n: False)
-    batches = record(engine)
-    generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
-    assert [t.id for t in generation] == expected
-    r = generation.result
-    assert r.spec.recoveries > 0
-    assert r.flash_split.bytes["recovery"] == r.spec.recovery_bytes
-    assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
-    assert sum(len(b.tokens) for b in batches if not len(b.logits)) <= len(PROMPT) + N
-
-
-def test_a_recurrent_model_drafts_no_further_than_its_snapshots(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    path = tiny_mtp("qwen35moe")
-    expected = ids(open_engine(path), PROMPT)
-    for snapshots in (0, 2, 5):
-        engine = open_engine(path, draft=spec(8), rs_snapshots=snapshots)
-        assert engine.context.recurrent
-        assert (engine.head is None) == (snapshots == 0)
-        if engine.head is not None:
-            force(engine, ForcedHead(engine.head, len(PROMPT), expected))
-        generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
-        assert [t.id for t in generation] == expected
-        assert generation.result.spec.drafted <= snapshots * generation.result.spec.drafted_steps
-        assert (generation.result.spec.drafted > 0) == (snapshots > 0)
-
-
-def test_drafting_can_be_limited_to_nothing(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    path = tiny_mtp("glm4moe")
-    engine = open_engine(path, draft=spec(n_max=0))
-    assert engine.head is None
-    assert ids(engine, PROMPT) == ids(open_engine(path), PROMPT)
-
-
 # ---- with other sources -----------------------------------------------------------------------------
 
 TEXT = DraftSpec(types=("ngram-mod", "mtp"), ngram_mod=ModConfig(n_match=3, n_min=1, n_max=16))
@@ -566,3 +251,42 @@ def test_a_model_without_a_head_is_refused(tmp_path: Path, tiny: Any, tiny_mtp: 
             bmoe.Engine.open(path, draft=spec())
         assert "\n" not in str(caught.value)
         assert str(path) in str(caught.value)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """The summary's lines and the metrics file say the same, and every byte has its cause."""
+    metrics = tmp_path / "m.json"
+    flags = ("-t", "1", "-c", "256", "-n", "40", "--ignore-eos", "--cache-mb", "0", "--metrics-json", metrics)
+    done = run("--mtp", "--draft", "2", "--mtp-p-min", "0.1", "-p", "def read(path):", *flags)
+    assert done.code == 0, done.err
+    m = json.loads(metrics.read_text())
+    spec, split = m["spec"], m["flash_split"]
+    assert m["config"]["draft"]["types"] == ["mtp"]
+    assert m["config"]["draft"]["mtp_p_min"] == 0.1
+    assert spec["type"] == "mtp"
+    assert spec["sources"]["mtp"]["drafted"] == spec["drafted"] >= spec["accepted"] > 0
+    assert spec["sources"]["mtp"]["accepted"] == spec["accepted"]
+    assert sum(split.values()) == m["run"]["bytes_read"]
+    verify = split["base"] + split["accepted"] + split["rejected"]
+    assert split["draft_source"] + verify == m["expert"]["bytes_read"]
+    mib = 1 << 20
+    assert f"mtp: {spec['accepted']}/{spec['drafted']} drafts accepted" in done.err
+    assert (
+        f"mtp: of {m['expert']['bytes_read'] / mib:.1f} MiB streamed in decode, {split['draft_source'] / mib:.1f} MiB "
+        f"({100 * split['draft_source'] / m['expert']['bytes_read']:.1f} %) was the head's own routing, "
+        f"{verify / mib:.1f} MiB the verify batches"
+    ) in done.err
+    plain = run("-p", "def read(path):", *flags)
+    assert plain.out == done.out
+    # With nothing else said, the demo samples; drafting makes it greedy.
+    assert "greedy" in run("--mtp", "-n", "1").err
+
+
+def test_the_command_line_refuses(tiny: Any) -> None:
+    done = run("--mtp", "-m", tiny("qwen3moe"), "-p", "x")
+    assert done.code == 2
+    assert done.last.startswith("bmoe: --spec-type mtp: ")
+    assert "no multi-token-prediction head" in done.last
+    done = run("--mtp", "--temp", "0.5", "-p", "x")
+    assert done.code == 2
+    assert "greedy" in done.last

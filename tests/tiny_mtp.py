@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from llama_cpp import llama_cpp as C
+from reference import prompt_ids
 from tiny_models import _Block, _Model, write_tiny
 
 import bmoe
+from bmoe import mtp
+from bmoe.drafting import DraftSpec
 from bmoe.mtp import MtpSource
+
+TinyMtp = Callable[..., Path]
 
 
 def _hy_v3(m: _Model) -> _Block:
@@ -152,3 +158,51 @@ class ResidentHead:
         C.llama_batch_ext_free(self.batch)
         C.llama_free(self.context)
         C.llama_model_free(self.model)
+
+
+N = 40
+PROMPT = prompt_ids(24, 3)
+MODELS = [("glm4moe", 1), ("deepseek2", 1), ("qwen35moe", 1), ("hy_v3", 2), ("hy_v3", 3)]
+models = pytest.mark.parametrize(("arch", "heads"), MODELS, ids=[f"{arch}-{heads}" for arch, heads in MODELS])
+
+
+def spec(draft: int = 3, **settings: Any) -> DraftSpec:
+    return DraftSpec(types=("mtp",), draft=draft, **settings)
+
+
+def ids(engine: bmoe.Engine, prompt: Sequence[int], n: int = N, **settings: Any) -> list[int]:
+    return [t.id for t in engine.generate(prompt, max_tokens=n, stop_at_end=False, **settings)]
+
+
+def head_of(engine: bmoe.Engine) -> mtp.MtpSource:
+    assert engine.head is not None
+    return engine.head
+
+
+def close_state(a: bytes, b: bytes) -> None:
+    """Two states of a head's context: the same positions; keys and values but for the rounding of wider batches."""
+    assert len(a) == len(b)
+    x, y = np.frombuffer(a[: len(a) & ~1], np.float16), np.frombuffer(b[: len(b) & ~1], np.float16)
+    np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=0.02, rtol=0.02)
+    assert (x.view(np.uint16) == y.view(np.uint16)).mean() > 0.8
+
+
+def same_drafts(a: tuple[list[int], list[Batch]], b: tuple[list[int], list[Batch]]) -> None:
+    """Two runs wrote the same, and their heads, asked at the same places, gave the same first token.
+
+    Logits but for the rounding of batches of other widths; a wrong row or key moves them by more than 1.
+    """
+    assert a[0] == b[0]
+    first = [
+        {
+            x.position: x
+            for x in batches
+            if len(x.logits) and len(x.tokens) == 1 and x.head == 0 and x.position == x.held
+        }
+        for _, batches in (a, b)
+    ]
+    assert first[0].keys() == first[1].keys()
+    assert len(first[0]) >= 5
+    for position, x in first[0].items():
+        assert x.tokens == first[1][position].tokens
+        np.testing.assert_allclose(x.logits, first[1][position].logits, atol=0.1)
