@@ -40,18 +40,27 @@ CELLS: dict[str, dict[str, Any]] = {
     "ngram-map-k": {"types": ("ngram-map-k",)},
     "ngram-map-k4v": {"types": ("ngram-map-k4v",), "ngram_map_k4v": {"size_n": 8, "size_m": 32, "min_hits": 2}},
     "ngram-mod": {"types": ("ngram-mod",)},
-    **{f"mtp {n}": {"types": ("mtp",), "draft": n} for n in (1, 2, 3, 4)},
-    **{f"mtp {n}, p {p}": {"types": ("mtp",), "draft": n, "mtp_p_min": p} for n in (3, 4, 8) for p in (0.4, 0.6)},
+    **{f"mtp {n}": {"types": ("mtp",), "draft": n, "policy": "always"} for n in (1, 2, 3, 4)},
+    **{
+        f"mtp {n}, p {p}": {"types": ("mtp",), "draft": n, "mtp_p_min": p, "policy": "always"}
+        for n in (3, 4, 8)
+        for p in (0.4, 0.6)
+    },
     "mod,mtp 3": {
         "types": ("ngram-mod", "mtp"),
         "draft": 3,
         "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
+        "policy": "always",
     },
     "mod,mtp 3, extend": {
         "types": ("ngram-mod", "mtp"),
         "draft": 3,
         "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
         "extend": True,
+        "policy": "always",
+    },
+    **{
+        f"mtp {n}, p {p}, adaptive": {"types": ("mtp",), "draft": n, "mtp_p_min": p} for n in (3, 8) for p in (0.0, 0.6)
     },
     "ngram-mod 16/8/64": {"types": ("ngram-mod",), "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64}},
 }
@@ -71,6 +80,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells of one model, in one process: each has an engine of its own, opened and closed."""
     import bmoe
     from bmoe.drafting import make_drafter
+    from bmoe.pacing import make_pace
 
     rows: list[dict[str, Any]] = []
     with_head = any("mtp" in CELLS[name].get("types", ()) for name in args.cells)
@@ -96,6 +106,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
                         if engine.head is not None:
                             engine.head.n_max, engine.head.p_min = spec.draft, spec.mtp_p_min
                         engine.drafter = make_drafter(spec, engine.head)
+                        engine.pace = make_pace(spec.policy)
                         engine.context.clear()
                         engine.cached_ids.clear()
                         g = engine.generate(prompt, max_tokens=len(script), script=forced, stop_at_end=False)

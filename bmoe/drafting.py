@@ -240,13 +240,15 @@ class DrafterStack:
     """The decode loop's drafter: sources in order of precedence, of which the first that drafts wins.
 
     Without sources it never drafts, which is plain decoding. `extend`: a draft of the last source is offered to the
-    others, in order, as if it had been confirmed; the first that knows how it goes on makes it longer.
+    others, in order, as if it had been confirmed; the first that knows how it goes on makes it longer. `free_only`:
+    sources that take time to draft (their attribute `costs`) are not asked.
     """
 
     def __init__(self, sources: Sequence[Source] = (), n_max: int | None = None, extend: bool = False) -> None:
         self.sources = tuple(sources)
         self.n_max = n_max
         self.extend = extend
+        self.free_only = False
         self._winner: Source | None = None
         self._extender: Source | None = None
         self._own = 0  # tokens of the winner's, before the extender's
@@ -267,8 +269,13 @@ class DrafterStack:
 
     @property
     def winner(self) -> str | None:
-        """The name of the source whose draft is waiting for `accept`; None after an abstention."""
-        return self._winner.name if self._winner is not None else None
+        """The source whose draft is waiting for `accept`, as in "mtp", or "mtp+ngram" where another has extended it.
+
+        None after an abstention.
+        """
+        if self._winner is None:
+            return None
+        return f"{self._winner.name}+{self._extender.name}" if self._extender is not None else self._winner.name
 
     def begin(self, prompt: Tokens | Sequence[int]) -> None:
         """Starts a request with its prompt: int32[n]."""
@@ -289,6 +296,8 @@ class DrafterStack:
             return _NO_TOKENS
         before, last = history[:-1], int(history[-1])
         for source in self.sources:
+            if self.free_only and getattr(source, "costs", False):
+                continue
             tokens = source.draft(before, last, n_max)
             if len(tokens):
                 self._winner, self._own = source, len(tokens)
@@ -311,10 +320,17 @@ class DrafterStack:
 
     def trim(self, n: int) -> None:
         """Only the first `n` tokens of the last draft are verified; 0: none, and nobody is told of it."""
-        if self._winner is not None:
+        if self._winner is None:
+            return
+        if self._extender is None:
             self._winner.trim(n)
-            if n == 0:
-                self._winner = None
+        else:
+            self._winner.trim(min(n, self._own))
+            self._extender.trim(max(0, n - self._own))
+            if n <= self._own:
+                self._extender = None
+        if n == 0:
+            self._winner = None
 
     def accept(self, n_accepted: int) -> None:
         """Reports that the target confirmed `n_accepted` tokens of the last draft; nothing after an abstention."""
@@ -421,7 +437,7 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
             raise UsageError(f"{flag} has no effect without --spec-type {name}")
         given[name][key] = value
     if args.draft_policy is not None and not types:
-        raise UsageError("--draft-policy has no effect without --spec-type or --ngram")
+        raise UsageError("--draft-policy has no effect without --spec-type, --ngram or --mtp")
     draft = DraftSpec.draft if args.draft is None else args.draft
     if "ngram" in types:
         given["ngram"]["n_max"] = draft

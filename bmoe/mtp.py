@@ -123,6 +123,7 @@ class MtpSource:
     """
 
     name = "mtp"
+    costs = True  # a draft takes graphs
 
     def __init__(self, head: Head, n_max: int, p_min: float = 0.0) -> None:
         self.head, self.p_min = head, p_min
@@ -215,6 +216,13 @@ class MtpSource:
         self._counts["drafted_steps"] += bool(draft)
         self._counts["drafted"] += len(draft)
         return np.array(draft, np.int32)
+
+    def trim(self, n: int) -> None:
+        """Only the first `n` tokens of the last draft are verified; 0: none."""
+        if n < self._drafted:
+            self._counts["drafted"] -= self._drafted - n
+            self._counts["drafted_steps"] -= n == 0
+            self._drafted = n
 
     def accept(self, n_accepted: int, is_other: bool = False) -> None:
         """Reports how many tokens of the last draft were confirmed."""

@@ -205,7 +205,7 @@ def test_text_extends_what_the_head_drafted() -> None:
         a, b, head = Fake("a", [], []), Fake("b", [], [7, 8, 9]), Fake("mtp", [5, 6])
         stack = DrafterStack([a, b, head], extend=True)
         assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [5, 6, 7, 8, 9]
-        assert stack.winner == "mtp"
+        assert stack.winner == "mtp+b"
         asked = [("draft", [1], 2, 9), ("draft", [1, 2, 5], 6, 7)]
         assert a.told == b.told == asked
         stack.accept(accepted)
@@ -219,6 +219,40 @@ def test_text_extends_what_the_head_drafted() -> None:
     assert stack.draft(np.array([1, 2], np.int32), 2).tolist() == [5, 6]
     stack.accept(2)
     assert [kind for kind, *_ in a.told] == ["draft", "draft", "accept"]
+
+
+def test_a_cut_draft_is_settled_with_who_made_it() -> None:
+    for cut, trims, accepts in (
+        (5, (2, 3), [("accept", 2, False), ("accept", 3, False)]),
+        (3, (2, 1), [("accept", 2, False), ("accept", 1, False)]),
+        (2, (2, 0), [("accept", 2, False), ("accept", 2, True)]),
+        (1, (1, 0), [("accept", 1, False), ("accept", 1, True)]),
+    ):
+        text, head = Fake("a", [], [7, 8, 9]), Fake("mtp", [5, 6])
+        stack = DrafterStack([text, head], extend=True)
+        assert len(stack.draft(np.array([1, 2], np.int32), 9)) == 5
+        stack.trim(cut)
+        stack.accept(cut)
+        assert head.told[-2:] == [("trim", trims[0]), accepts[0]]
+        assert text.told[-2:] == [("trim", trims[1]), accepts[1]]
+    text, head = Fake("a", [], [7]), Fake("mtp", [5, 6])
+    stack = DrafterStack([text, head], extend=True)
+    stack.draft(np.array([1, 2], np.int32), 9)
+    stack.trim(0)
+    stack.accept(0)
+    assert stack.winner is None
+    assert [entry for entry in head.told + text.told if entry[0] == "accept"] == []
+
+
+def test_what_costs_is_not_asked_for_nothing() -> None:
+    text, head = Fake("a", [], []), Fake("mtp", [5, 6])
+    head.costs = True
+    stack = DrafterStack([text, head])
+    stack.free_only = True
+    assert len(stack.draft(np.array([1, 2], np.int32), 9)) == 0
+    assert head.told == []
+    stack.free_only = False
+    assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [5, 6]
 
 
 def test_stack_limits() -> None:

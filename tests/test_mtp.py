@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_what_the_head_takes_is_counted(tiny_mtp: TinyMtp, open_engine: OpenEngi
 
 # ---- with other sources -----------------------------------------------------------------------------
 
-TEXT = DraftSpec(types=("ngram-mod", "mtp"), ngram_mod=ModConfig(n_match=3, n_min=1, n_max=16))
+TEXT = DraftSpec(types=("ngram-mod", "mtp"), policy="always", ngram_mod=ModConfig(n_match=3, n_min=1, n_max=16))
 
 
 def test_sources_of_text_come_first_and_the_head_keeps_up(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
@@ -212,7 +213,7 @@ def test_text_goes_on_from_what_the_head_drafted(tiny_mtp: TinyMtp, open_engine:
     phrase = prompt_ids(40, 5)
     prompt = [*phrase, 64]
     script = [*phrase, *prompt_ids(20, 8)]
-    extended = DraftSpec(types=TEXT.types, ngram_mod=TEXT.ngram_mod, extend=True)
+    extended = replace(TEXT, extend=True)
     assert extended.longest() == 19
     decodes = []
     for chosen in (TEXT, extended):
@@ -257,7 +258,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     """The summary's lines and the metrics file say the same, and every byte has its cause."""
     metrics = tmp_path / "m.json"
     flags = ("-t", "1", "-c", "256", "-n", "40", "--ignore-eos", "--cache-mb", "0", "--metrics-json", metrics)
-    done = run("--mtp", "--draft", "2", "--mtp-p-min", "0.1", "-p", "def read(path):", *flags)
+    done = run(
+        "--mtp", "--draft", "2", "--draft-policy", "always", "--mtp-p-min", "0.1", "-p", "def read(path):", *flags
+    )
     assert done.code == 0, done.err
     m = json.loads(metrics.read_text())
     spec, split = m["spec"], m["flash_split"]
@@ -290,3 +293,22 @@ def test_the_command_line_refuses(tiny: Any) -> None:
     done = run("--mtp", "--temp", "0.5", "-p", "x")
     assert done.code == 2
     assert "greedy" in done.last
+
+
+@models
+@pytest.mark.parametrize("wrong", [0, 1, 3])
+def test_the_pace_decides_when_the_head_is_asked(
+    arch: str, heads: int, wrong: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
+) -> None:
+    """With --draft-policy adaptive, the default: the same output, and no graph of the head before a plain step."""
+    path = tiny_mtp(arch, heads)
+    expected = ids(open_engine(path), PROMPT)
+    engine = open_engine(path, "few", draft=replace(spec(), policy="adaptive"))
+    force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, wrong))
+    generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
+    assert [t.id for t in generation] == expected
+    r = generation.result
+    assert head_of(engine).stats["steps"] < r.spec.decodes
+    assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
+    stats = head_of(engine).stats
+    assert (stats["drafted"], stats["drafted_steps"]) == (r.spec.drafted, r.spec.drafted_steps)

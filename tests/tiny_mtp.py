@@ -167,7 +167,7 @@ models = pytest.mark.parametrize(("arch", "heads"), MODELS, ids=[f"{arch}-{heads
 
 
 def spec(draft: int = 3, **settings: Any) -> DraftSpec:
-    return DraftSpec(types=("mtp",), draft=draft, **settings)
+    return DraftSpec(types=("mtp",), draft=draft, policy="always", **settings)
 
 
 def ids(engine: bmoe.Engine, prompt: Sequence[int], n: int = N, **settings: Any) -> list[int]:
