@@ -66,50 +66,60 @@ class Head(Protocol):
 
 
 class PendingRows:
-    """The target's hidden rows, of the positions that the head has yet to be fed with. Each float32 [size]."""
+    """The target's hidden rows, of the positions that the head has yet to be fed with. Each float32 [size].
+
+    `window`: the first position and the rows from there on; replaced whole, so that no exception comes between.
+    """
 
     def __init__(self, size: int) -> None:
-        self.start = 0
-        self.rows: Rows = np.empty((0, size), np.float32)
+        self.window: tuple[int, Rows] = (0, np.empty((0, size), np.float32))
+
+    @property
+    def start(self) -> int:
+        """The position of the first row."""
+        return self.window[0]
+
+    @property
+    def rows(self) -> Rows:
+        return self.window[1]
 
     @property
     def end(self) -> int:
         """The position after the last row."""
-        return self.start + len(self.rows)
+        return self.window[0] + len(self.window[1])
 
     def put(self, position: int, rows: Rows) -> None:
         """Rows of `position` and the positions after it; what lay there and beyond is replaced."""
-        if self.start <= position <= self.end:
-            self.rows = np.concatenate([self.rows[: position - self.start], rows])
+        start, old = self.window
+        if start <= position <= self.end:
+            self.window = (start, np.concatenate([old[: position - start], rows]))
         else:
-            self.start, self.rows = position, rows.copy()
+            self.window = (position, rows.copy())
 
     def before(self, first: int, last: int) -> Rows | None:
         """For each of the positions `first` to `last` (excluded) the row before it, zeros before position 0.
 
         float32 [last - first, size]; None where one is not there.
         """
-        low = first - 1
-        if low < 0:
-            zero = np.zeros((1, self.rows.shape[1]), np.float32)
-            if last == 1:
-                return zero
-            low, zero_first = 0, True
-        else:
-            zero_first = False
-        if low < self.start or last - 1 > self.end:
+        start, rows = self.window
+        low = max(0, first - 1)
+        if first == 0 and last == 1:
+            return np.zeros((1, rows.shape[1]), np.float32)
+        if low < start or last - 1 > self.end:
             return None
-        rows = self.rows[low - self.start : last - 1 - self.start]
-        return np.concatenate([zero, rows]) if zero_first else np.ascontiguousarray(rows)
+        found = rows[low - start : last - 1 - start]
+        if first == 0:
+            return np.concatenate([np.zeros((1, rows.shape[1]), np.float32), found])
+        return np.ascontiguousarray(found)
 
     def cut(self, first: int, end: int) -> None:
         """Forgets all rows but those of the positions `first` to `end` (excluded)."""
-        first, end = max(first, self.start), min(end, self.end)
+        start, rows = self.window
+        first, end = max(first, start), min(end, self.end)
         if end <= first:
-            self.start, self.rows = first, self.rows[:0].copy()
-        elif (first, end) != (self.start, self.end):
-            self.rows = self.rows[first - self.start : end - self.start].copy()
-            self.start = first
+            self.window = (first, rows[:0].copy())
+        elif (first, end) != (start, self.end):
+            self.window = (first, rows[first - start : end - start].copy())
 
 
 class MtpSource:
