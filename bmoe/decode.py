@@ -32,6 +32,8 @@ class Generation:
     KeyboardInterrupt out of the iterator, and a failed read raises ReadError; the engine stays usable.
     """
 
+    _feeds_head = True
+
     def __init__(
         self,
         engine: Engine,
@@ -338,7 +340,7 @@ class Generation:
         code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
         self._graph_s += time.perf_counter() - t0
         if code == 0:
-            if engine.head is not None:
+            if engine.head is not None and self._feeds_head:
                 engine.head.take(len(engine.cached_ids), engine.target_rows.last(len(tokens)))
             engine.cached_ids.extend(tokens.tolist())
             engine.in_step = True
@@ -357,6 +359,7 @@ class Generation:
         if engine.cancelled:
             raise _Stopped
         engine.streamer.skip = not wanted
+        engine.streamer.set_dropping(wanted)
         try:
             code = graph()
         finally:

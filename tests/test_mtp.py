@@ -26,6 +26,7 @@ from tiny_mtp import (
     ids,
     models,
     record,
+    same_drafts,
     spec,
 )
 
@@ -312,3 +313,36 @@ def test_the_pace_decides_when_the_head_is_asked(
     assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
     stats = head_of(engine).stats
     assert (stats["drafted"], stats["drafted_steps"]) == (r.spec.drafted, r.spec.drafted_steps)
+
+
+def test_the_heads_experts_are_dropped_like_any(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
+    """--drop-cold-experts: in the head's drafting graphs too; what only feeds it decides nothing."""
+    path = tiny_mtp("glm4moe")
+    reads = []
+    for threshold in (None, 1.0):
+        engine = open_engine(path, "few", draft=spec(), drop_cold_experts=threshold)
+        source = head_of(engine)
+        first = ids(engine, PROMPT, 1)[0]
+        assert engine.cache is not None
+        engine.cache.clear()
+        before = engine.counters()
+        assert len(source.draft(np.array(PROMPT, np.int32), first, 3)) == 3
+        done = engine.counters() - before
+        reads.append(done.reads)
+        assert (done.dropped > 0) == (threshold is not None)
+    assert reads[1] < reads[0]
+
+
+def test_scoring_leaves_the_head_nothing_wrong(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
+    path, text = tiny_mtp("glm4moe"), prompt_ids(120, 4)
+    expected = ids(open_engine(path), PROMPT)
+    engine = open_engine(path, draft=spec(), score_rows=16)
+    assert ids(engine, PROMPT) == expected
+    for _ in engine.score(text, 1):
+        pass
+    assert head_of(engine).behind == 0
+    batches = record(engine)
+    prompt = [*text[:60], 65, 66, 67]
+    fresh = open_engine(path, draft=spec())
+    others = record(fresh)
+    same_drafts((ids(engine, prompt), batches), (ids(fresh, prompt), others))
