@@ -366,6 +366,7 @@ class Generation:
             engine.streamer.skip = False
             total, again = engine.streamer.take_positions(1)
             self.result.flash_split.charge("draft_source", total[0], again[0])
+            self._charge_ahead()
         if code:
             self._give_up(code)
         if fault := engine.weights.fault():

@@ -346,3 +346,20 @@ def test_scoring_leaves_the_head_nothing_wrong(tiny_mtp: TinyMtp, open_engine: O
     fresh = open_engine(path, draft=spec())
     others = record(fresh)
     same_drafts((ids(engine, prompt), batches), (ids(fresh, prompt), others))
+
+
+@models
+@pytest.mark.parametrize("how", ["next-layer", "previous-token"])
+def test_reading_ahead_and_the_head(
+    arch: str, heads: int, how: str, tiny_mtp: TinyMtp, open_engine: OpenEngine
+) -> None:
+    """Guesses are for the target's layers; the output is the same, and every byte still has its cause."""
+    path = tiny_mtp(arch, heads)
+    expected = ids(open_engine(path), PROMPT)
+    engine = open_engine(path, "few", draft=spec(), prefetch=how, overlap=True)
+    force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 3))
+    generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
+    assert [t.id for t in generation] == expected
+    r = generation.result
+    assert r.flash_split.bytes["draft_source"] > 0
+    assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
