@@ -49,12 +49,17 @@ class Pace(Protocol):
         """Another text begins."""
         ...
 
+    def ready(self) -> bool:
+        """False where nothing that is drafted now will be verified: a source that costs time need not be asked."""
+        ...
+
     def choose(self, draft: Sequence[int], source: str) -> int:
         """How many tokens of `draft`, which `source` made, to verify: 0 to len(draft)."""
         ...
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
-        """One step: the tokens it confirmed, how many were verified and accepted, its time."""
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
+        """One step: the tokens it confirmed, how many were verified and accepted, its time; what beside it went into
+        a draft that was not used, seconds."""
         ...
 
 
@@ -64,10 +69,13 @@ class Always:
     def begin(self) -> None:
         pass
 
+    def ready(self) -> bool:
+        return True
+
     def choose(self, draft: Sequence[int], source: str) -> int:
         return len(draft)
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
         pass
 
 
@@ -135,14 +143,18 @@ class Adaptive:
         self._since_plain = self._plain_steps = 0
         self._credit, self._gained = _CREDIT, 0.0
 
+    def ready(self) -> bool:
+        # More plain steps at first: the very first are slow, their experts being cold.
+        due = self._since_plain >= min(_PLAIN_EVERY, 2**self._plain_steps)
+        return bool(self._plain) and not due and self._credit >= 0.0
+
     def choose(self, draft: Sequence[int], source: str) -> int:
         n = len(draft)
         if n == 0:
             return 0
         if self._shadow is None:
             self._shadow = _Shadow(source, self._run, [int(t) for t in draft])
-        # More plain steps at first: the very first are slow, their experts being cold.
-        if not self._plain or self._since_plain >= min(_PLAIN_EVERY, 2**self._plain_steps) or self._credit < 0.0:
+        if not self.ready():
             return 0
         best, gain = 0, _MARGIN
         expected = self.expected(source, self._run, n)
@@ -155,7 +167,7 @@ class Adaptive:
         self._shadow.verified |= best > 0
         return best
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
         if drafted:
             self._since_plain += 1
             plain = statistics.median(self._plain)
@@ -169,6 +181,8 @@ class Adaptive:
             self._plain_steps += 1
             self._plain.append(seconds)
             self._earn(_INCOME)
+            if wasted > 0.0:
+                self._credit -= wasted / max(statistics.median(self._plain), 1e-9)
         for token in confirmed:
             self._follow(int(token))
 

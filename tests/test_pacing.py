@@ -155,3 +155,29 @@ def test_a_draft_that_ended_says_nothing_of_what_lay_behind() -> None:
 def test_what_a_flag_names() -> None:
     assert isinstance(make_pace("adaptive"), Adaptive)
     assert isinstance(make_pace("always"), Always)
+
+
+def test_drafts_that_cost_and_are_not_used_are_paid_for() -> None:
+    """A source that takes half a step, and whose drafts promise nothing, is asked for about 2 % of the time."""
+    pace = Adaptive()
+    pace.begin()
+    asked = 0
+    for _ in range(2000):
+        ready = pace.ready()
+        asked += ready
+        pace.note([1], 0, 0, 0.1, 0.05 if ready else 0.0)
+    assert 0.02 * 2000 / 0.5 <= asked <= 0.02 * 2000 / 0.5 + 2.0 / 0.5 + 2
+
+
+def test_ready_says_when_nothing_would_be_verified() -> None:
+    pace = Adaptive()
+    pace.begin()
+    assert not pace.ready(), "no plain step to compare with"
+    assert pace.choose([1, 2, 3], "a") == 0
+    pace.note([1], 0, 0, 0.1)
+    assert pace.ready()
+    assert pace.choose([1, 2, 3], "a") > 0
+    pace.note([1, 2, 3, 4], 3, 3, 0.1)
+    pace.note([1, 2, 3, 4], 3, 3, 0.1)
+    assert not pace.ready(), "a plain step is due"
+    assert Always().ready()

@@ -157,6 +157,7 @@ cdef struct Moe:
     int64_t *position_rereads  # of these, bytes of experts that had been read before
     unsigned char *x_reread    # [n_x] 1: the miss had been read before
     int64_t streamed       # misses that went through the ring, not into a slot
+    int skip               # nobody wants what the experts compute: their matmuls give zeros and read nothing
 
 cdef class Streamer:
     cdef Moe m
