@@ -277,6 +277,11 @@ class DrafterStack:
             return None
         return f"{self._winner.name}+{self._extender.name}" if self._extender is not None else self._winner.name
 
+    @property
+    def matched(self) -> int:
+        """Tokens by which the draft that is waiting was found; 0 for a source that does not look it up."""
+        return int(getattr(self._winner, "matched", 0))
+
     def begin(self, prompt: Tokens | Sequence[int]) -> None:
         """Starts a request with its prompt: int32[n]."""
         self._winner = self._extender = None

@@ -61,6 +61,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def matched(self) -> int:
+        """Tokens by which the last draft was found."""
+        ...
+
+    @property
     def winner(self) -> str | None:
         """The source of the last draft."""
         ...
@@ -121,7 +126,7 @@ def verify_steps(
         drafter.free_only = not pace.ready()
         draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
-        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "")) < len(draft):
+        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "", drafter.matched)) < len(draft):
             drafter.trim(keep)
             draft = draft[:keep]
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])

@@ -66,6 +66,8 @@ class Oracle:
         self.waiting, self.trimmed = bool(draft), len(draft)
         return np.array(draft, np.int32)
 
+    matched = 0
+
     @property
     def winner(self) -> str | None:
         return "oracle" if self.waiting else None
@@ -93,7 +95,7 @@ class Cutting:
     def ready(self) -> bool:
         return True
 
-    def choose(self, draft: Sequence[int], source: str) -> int:
+    def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
         assert source == "oracle"
         self.cuts = [*self.cuts[1:], self.cuts[0]]
         return min(self.cuts[-1], len(draft))
