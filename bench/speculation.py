@@ -32,14 +32,39 @@ from bench import cgroup, texts
 
 MiB = 1 << 20
 
+# Cells that do not say so draft with the default policy, adaptive.
 CELLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "ngram 3": {"types": ("ngram",), "ngram": {"n_max": 3}},
-    "ngram 32, match 8": {"types": ("ngram",), "ngram": {"n_max": 32, "min_match": 8}},
+    "ngram 3, always": {"types": ("ngram",), "ngram": {"n_max": 3}, "policy": "always"},
+    "ngram 64": {"types": ("ngram",), "ngram": {"n_max": 64}},
+    "ngram 64, always": {"types": ("ngram",), "ngram": {"n_max": 64}, "policy": "always"},
     "ngram-simple": {"types": ("ngram-simple",)},
     "ngram-map-k": {"types": ("ngram-map-k",)},
     "ngram-map-k4v": {"types": ("ngram-map-k4v",), "ngram_map_k4v": {"size_n": 8, "size_m": 32, "min_hits": 2}},
     "ngram-mod": {"types": ("ngram-mod",)},
+    **{f"mtp {n}": {"types": ("mtp",), "draft": n, "policy": "always"} for n in (1, 2, 3, 4)},
+    **{
+        f"mtp {n}, p {p}": {"types": ("mtp",), "draft": n, "mtp_p_min": p, "policy": "always"}
+        for n in (3, 4, 8)
+        for p in (0.4, 0.6)
+    },
+    "mod,mtp 3": {
+        "types": ("ngram-mod", "mtp"),
+        "draft": 3,
+        "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
+        "policy": "always",
+    },
+    "mod,mtp 3, extend": {
+        "types": ("ngram-mod", "mtp"),
+        "draft": 3,
+        "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
+        "extend": True,
+        "policy": "always",
+    },
+    **{
+        f"mtp {n}, p {p}, adaptive": {"types": ("mtp",), "draft": n, "mtp_p_min": p} for n in (3, 8) for p in (0.0, 0.6)
+    },
     "ngram-mod 16/8/64": {"types": ("ngram-mod",), "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64}},
 }
 
@@ -50,7 +75,7 @@ def make_spec(cell: dict[str, Any]) -> Any:
     kinds = {"ngram": NgramConfig, "ngram_mod": ModConfig}
     return DraftSpec(
         types=tuple(cell.get("types", ())),
-        **{k: kinds.get(k, MapConfig)(**v) for k, v in cell.items() if k != "types"},
+        **{k: kinds.get(k, MapConfig)(**v) if isinstance(v, dict) else v for k, v in cell.items() if k != "types"},
     )
 
 
@@ -58,14 +83,18 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cells of one model, in one process: each has an engine of its own, opened and closed."""
     import bmoe
     from bmoe.drafting import make_drafter
+    from bmoe.pacing import make_pace
 
     rows: list[dict[str, Any]] = []
-    longest = make_spec({"types": ("ngram-mod",)})
-    # One engine: the cells differ in the drafter alone, and a verify batch of the widest fits.
+    with_head = any("mtp" in CELLS[name].get("types", ()) for name in args.cells)
+    longest = make_spec({"types": ("ngram-mod", "mtp") if with_head else ("ngram-mod",)})
+    # One engine: the cells differ in the drafter alone, and a verify batch of the widest fits. Where a cell uses the
+    # model's head, all cells have its context beside them; those that do not use it neither feed nor ask it.
     with bmoe.Engine.open(
         args.model, overlap=True, cache_mb=args.cache_mb, ctx=args.ctx, threads=args.threads, draft=longest,
         force_cache=True, rs_snapshots=64,
     ) as engine:  # fmt: skip
+        head = engine.head
         for text in (t for t in texts.all_texts(args.chars) if not args.texts or t.name in args.texts):
             prompt = engine.tokenize(text.prompt)
             script = engine.tokenize(text.answer)[: args.tokens]
@@ -75,7 +104,12 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
                 plain: list[int] | None = None
                 for i in range(args.repeats):
                     for name in args.cells:
-                        engine.drafter = make_drafter(make_spec(CELLS[name]))
+                        spec = make_spec(CELLS[name])
+                        engine.head = head if "mtp" in spec.types else None
+                        if engine.head is not None:
+                            engine.head.n_max, engine.head.p_min = spec.draft, spec.mtp_p_min
+                        engine.drafter = make_drafter(spec, engine.head)
+                        engine.pace = make_pace(spec.policy)
                         engine.context.clear()
                         engine.cached_ids.clear()
                         g = engine.generate(prompt, max_tokens=len(script), script=forced, stop_at_end=False)

@@ -3,6 +3,7 @@ from ._lanes import Lanes
 
 class Streamer:
     interrupted: BaseException | None
+    skip: bool
     def __init__(
         self,
         lanes: Lanes,

@@ -162,8 +162,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--n-predict: {args.n_predict} is negative; give 0 or more tokens")
     StopStrings(args.stop)
     bundled = args.model is None
-    sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None)
-    settings = {**engine_settings(args), "draft": spec_from_args(args), "rs_snapshots": args.rs_snapshots}
+    draft = spec_from_args(args)
+    # The demo samples, but for drafting, which needs greedy decoding.
+    sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None and not draft.types)
+    settings = {**engine_settings(args), "draft": draft, "rs_snapshots": args.rs_snapshots}
     EngineConfig(**settings)  # before a large file is touched
     tell = silent if args.quiet else say
     if bundled:

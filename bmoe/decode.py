@@ -5,14 +5,14 @@ from __future__ import annotations
 import codecs
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from . import llama, osmem
+from . import llama, mtp, osmem
 from .config import Sampling
 from .errors import BmoeError, ReadError, UsageError
 from .metrics import GenerationResult, Token
@@ -31,6 +31,8 @@ class Generation:
     A generation stopped by `Engine.cancel()` ends with `result.stop == "cancelled"`. Ctrl-C raises
     KeyboardInterrupt out of the iterator, and a failed read raises ReadError; the engine stays usable.
     """
+
+    _feeds_head = True
 
     def __init__(
         self,
@@ -145,6 +147,8 @@ class Generation:
             return bool(result.stop)
 
         try:
+            if engine.head is not None:
+                engine.head.run_graph = self.run_head
             engine.drafter.begin(np.array(ids, np.int32))
             result.reused_tokens = self._keep_prefix(ids)
             self._prefill(ids, result.reused_tokens)
@@ -206,6 +210,12 @@ class Generation:
 
     def decode(self, tokens: IntArray) -> list[Choice]:
         """Appends the confirmed token and its drafts; what the model chooses after each of them."""
+        head = self._engine.head
+        if head is not None and head.behind > mtp.WIDTH:
+            # Other sources have drafted for long.
+            started = time.perf_counter()
+            head.feed(self._engine.cached_ids)
+            self.result.spec.draft_s += time.perf_counter() - started
         if len(tokens) == 1:
             self._decode(tokens)
             return [self._choose()]
@@ -221,6 +231,8 @@ class Generation:
         del engine.cached_ids[-n:]
         engine.reject_in_cache(n)
         kept = list(engine.cached_ids)
+        if engine.head is not None:
+            engine.head.drop(len(kept))
         if engine.context.truncate(len(kept)):
             engine.in_step = True
             return
@@ -277,6 +289,8 @@ class Generation:
         # At least one token is computed, for its logits.
         limit = min(len(old), len(ids) - 1)
         same = next((i for i in range(limit) if old[i] != ids[i]), limit)
+        if engine.head is not None:
+            same = engine.head.resume(same)
         if same < len(old):
             engine.in_step = False
             del old[same:]
@@ -304,6 +318,8 @@ class Generation:
                 total, again = engine.streamer.take_positions(1)
                 self.result.flash_split.charge(cause, total[0], again[0])
                 self._charge_ahead()
+            if engine.head is not None:
+                engine.head.feed(engine.cached_ids)
         engine.report_progress("prefill", whole, whole)
 
     def _decode(
@@ -329,17 +345,48 @@ class Generation:
             if engine.traces:
                 engine.traces.batch(cause, len(engine.cached_ids), len(tokens))
         if code == 0:
+            if engine.head is not None and self._feeds_head:
+                engine.head.take(len(engine.cached_ids), engine.target_rows.last(len(tokens)))
             engine.cached_ids.extend(tokens.tolist())
             engine.in_step = True
             if fault := engine.weights.fault():
                 engine.cached_ids.clear()
                 engine.context.clear()
                 raise ReadError(fault)
-            # A Ctrl-C that the graph's last nodes caught, too late to stop it.
-            if engine.streamer.interrupt_pending:
-                raise engine.streamer.take_interrupt() or KeyboardInterrupt
+            self._look_for_interrupt()
             return
         self._recover()
+        self._give_up(code)
+
+    def run_head(self, graph: Callable[[], int], wanted: bool) -> None:
+        """Runs a graph of the draft source's own (`bmoe.mtp.RunGraph`): all it reads is charged to the source."""
+        engine = self._engine
+        if engine.cancelled:
+            raise _Stopped
+        engine.streamer.skip = not wanted
+        engine.streamer.set_dropping(wanted)
+        try:
+            code = graph()
+        finally:
+            engine.streamer.skip = False
+            total, again = engine.streamer.take_positions(1)
+            self.result.flash_split.charge("draft_source", total[0], again[0])
+            self._charge_ahead()
+        if code:
+            self._give_up(code)
+        if fault := engine.weights.fault():
+            raise ReadError(fault)
+        self._look_for_interrupt()
+
+    def _look_for_interrupt(self) -> None:
+        """Raises a Ctrl-C that the graph's last nodes caught, too late to stop it."""
+        streamer = self._engine.streamer
+        if streamer.interrupt_pending:
+            raise streamer.take_interrupt() or KeyboardInterrupt
+
+    def _give_up(self, code: int) -> NoReturn:
+        """Says why a graph that llama.cpp ended with `code` has stopped."""
+        engine = self._engine
         interrupt = engine.streamer.take_interrupt()
         failure, unweighted = engine.lanes.failure(), engine.streamer.take_drop_fault()
         engine.streamer.reset(failure is not None)

@@ -27,6 +27,9 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 # In order of precedence. llama.cpp's types are in its order (common/speculative.cpp); `ngram` is last because
 # it drafts on the least evidence and would leave the others nothing to do.
 TYPES = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram")
+# The model's own head (bmoe/mtp.py) stands behind all that read the text: those cost nothing.
+MTP = "mtp"
+ALL_TYPES = (*TYPES, MTP)
 
 # llama.cpp's limit of every n-gram flag (common/arg.cpp).
 MAX_SIZE = 1024
@@ -163,16 +166,20 @@ def make(name: str, *, compat: bool = False, **config: Any) -> _drafters.Drafter
 class DraftSpec:
     """What to draft with: the command line's draft flags. Checked as it is made: raises UsageError.
 
-    types: any of TYPES, in any order; precedence is TYPES'. Empty: no speculation.
-    draft: tokens a draft model drafts, and `ngram` too (--draft).
+    types: any of ALL_TYPES, in any order; precedence is ALL_TYPES'. Empty: no speculation.
+    draft: tokens that `mtp` drafts, and `ngram` too (--draft).
     policy: "adaptive" verifies the part of a draft that is expected to pay (`bmoe.pacing`), "always" all of it.
     n_max: no draft is longer (--spec-draft-n-max); None leaves each source its own length.
+    mtp_p_min: `mtp` stops before a token that its head gives less than this probability (--mtp-p-min).
+    extend: what `mtp` has drafted is offered to the other types to go on from (--spec-extend).
     """
 
     types: tuple[str, ...] = ()
     draft: int = 3
     n_max: int | None = None
     policy: DraftPolicy = "adaptive"
+    mtp_p_min: float = 0.0
+    extend: bool = False
     ngram: NgramConfig = field(default_factory=NgramConfig)
     ngram_simple: MapConfig = field(default_factory=MapConfig)
     ngram_map_k: MapConfig = field(default_factory=MapConfig)
@@ -181,8 +188,8 @@ class DraftSpec:
 
     def __post_init__(self) -> None:
         for name in self.types:
-            if name not in TYPES:
-                raise UsageError(f"--spec-type: {name!r} is none of none, {', '.join(TYPES)}")
+            if name not in ALL_TYPES:
+                raise UsageError(f"--spec-type: {name!r} is none of none, {', '.join(ALL_TYPES)}")
         if len(set(self.types)) < len(self.types):
             raise UsageError(f"--spec-type: {','.join(self.types)} names a type twice")
         _in_range("--draft", self.draft, 1)
@@ -190,6 +197,10 @@ class DraftSpec:
             _in_range("--spec-draft-n-max", self.n_max, 0)
         if self.policy not in DRAFT_POLICIES:
             raise UsageError(f"--draft-policy: {self.policy!r} is none of {', '.join(DRAFT_POLICIES)}")
+        if not 0.0 <= self.mtp_p_min <= 1.0:
+            raise UsageError(f"--mtp-p-min: {self.mtp_p_min} is out of range, give 0 (never stops) to 1")
+        if self.extend and (MTP not in self.types or len(self.types) < 2):
+            raise UsageError("--spec-extend needs mtp and a type that goes on from it: --spec-type ngram-mod,mtp")
         self.ngram.check()
         for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v"):
             config = self.config(name)
@@ -211,27 +222,36 @@ class DraftSpec:
 
     def ordered(self) -> tuple[str, ...]:
         """`types` in order of precedence."""
-        return tuple(name for name in TYPES if name in self.types)
+        return tuple(name for name in ALL_TYPES if name in self.types)
 
     def longest(self) -> int:
         """The most tokens that any of the types drafts at once: what a verify batch must have room for, less one."""
         sizes = [0]
-        for name in self.types:
+        for name in (name for name in self.types if name != MTP):
             config = self.config(name)
             sizes.append(config.size_m if isinstance(config, MapConfig) else config.n_max)
-        return max(sizes) if self.n_max is None else min(max(sizes), self.n_max)
+        longest = max(sizes)
+        if MTP in self.types:
+            longest = longest + self.draft if self.extend else max(longest, self.draft)
+        return longest if self.n_max is None else min(longest, self.n_max)
 
 
 class DrafterStack:
     """The decode loop's drafter: sources in order of precedence, of which the first that drafts wins.
 
-    Without sources it never drafts, which is plain decoding.
+    Without sources it never drafts, which is plain decoding. `extend`: a draft of the last source is offered to the
+    others, in order, as if it had been confirmed; the first that knows how it goes on makes it longer. `free_only`:
+    sources that take time to draft (their attribute `costs`) are not asked.
     """
 
-    def __init__(self, sources: Sequence[Source] = (), n_max: int | None = None) -> None:
+    def __init__(self, sources: Sequence[Source] = (), n_max: int | None = None, extend: bool = False) -> None:
         self.sources = tuple(sources)
         self.n_max = n_max
+        self.extend = extend
+        self.free_only = False
         self._winner: Source | None = None
+        self._extender: Source | None = None
+        self._own = 0  # tokens of the winner's, before the extender's
 
     @property
     def name(self) -> str:
@@ -249,12 +269,22 @@ class DrafterStack:
 
     @property
     def winner(self) -> str | None:
-        """The name of the source whose draft is waiting for `accept`; None after an abstention."""
-        return self._winner.name if self._winner is not None else None
+        """The source whose draft is waiting for `accept`, as in "mtp", or "mtp+ngram" where another has extended it.
+
+        None after an abstention.
+        """
+        if self._winner is None:
+            return None
+        return f"{self._winner.name}+{self._extender.name}" if self._extender is not None else self._winner.name
+
+    @property
+    def matched(self) -> int:
+        """Tokens by which the draft that is waiting was found; 0 for a source that does not look it up."""
+        return int(getattr(self._winner, "matched", 0))
 
     def begin(self, prompt: Tokens | Sequence[int]) -> None:
         """Starts a request with its prompt: int32[n]."""
-        self._winner = None
+        self._winner = self._extender = None
         tokens = np.ascontiguousarray(prompt, np.int32)
         for source in self.sources:
             source.begin(tokens)
@@ -264,43 +294,70 @@ class DrafterStack:
 
         Empty when every source abstains, when the history is empty, and for `n_max` 0.
         """
-        self._winner = None
+        self._winner = self._extender = None
         if self.n_max is not None:
             n_max = self.n_max if n_max is None else min(n_max, self.n_max)
         if len(history) == 0 or n_max == 0:
             return _NO_TOKENS
         before, last = history[:-1], int(history[-1])
         for source in self.sources:
+            if self.free_only and getattr(source, "costs", False):
+                continue
             tokens = source.draft(before, last, n_max)
             if len(tokens):
-                self._winner = source
-                return tokens
+                self._winner, self._own = source, len(tokens)
+                more = self._extension(history, tokens, n_max) if self.extend else _NO_TOKENS
+                return np.concatenate([tokens, more]) if len(more) else tokens
+        return _NO_TOKENS
+
+    def _extension(self, history: Tokens, draft: Tokens, n_max: int | None) -> Tokens:
+        """What another source expects after the last source's `draft`; empty where there is nothing."""
+        room = None if n_max is None else n_max - len(draft)
+        if self._winner is not self.sources[-1] or room == 0:
+            return _NO_TOKENS
+        so_far = np.concatenate([history, draft])
+        for source in self.sources[:-1]:
+            more = source.draft(so_far[:-1], int(so_far[-1]), room)
+            if len(more):
+                self._extender = source
+                return more
         return _NO_TOKENS
 
     def trim(self, n: int) -> None:
         """Only the first `n` tokens of the last draft are verified; 0: none, and nobody is told of it."""
-        if self._winner is not None:
+        if self._winner is None:
+            return
+        if self._extender is None:
             self._winner.trim(n)
-            if n == 0:
-                self._winner = None
+        else:
+            self._winner.trim(min(n, self._own))
+            self._extender.trim(max(0, n - self._own))
+            if n <= self._own:
+                self._extender = None
+        if n == 0:
+            self._winner = None
 
     def accept(self, n_accepted: int) -> None:
         """Reports that the target confirmed `n_accepted` tokens of the last draft; nothing after an abstention."""
         winner, self._winner = self._winner, None
+        extender, self._extender = self._extender, None
         if winner is None:
             return
-        winner.accept(n_accepted)
+        winner.accept(min(n_accepted, self._own) if extender is not None else n_accepted)
         for source in self.sources:
-            if source is not winner:
+            if source is extender and n_accepted >= self._own:
+                source.accept(n_accepted - self._own)
+            elif source is not winner:
+                # An extension of what was refused has not been tried.
                 source.accept(n_accepted, True)
 
 
 def make_drafter(spec: DraftSpec, draft_model: Source | None = None) -> DrafterStack:
-    """The drafter that `spec` describes; a draft model, if there is one, is asked when all others abstain."""
-    sources: list[Source] = [make(name, **vars(spec.config(name))) for name in spec.ordered()]
+    """The drafter that `spec` describes; `draft_model` is what `mtp` stands for, asked when all others abstain."""
+    sources: list[Source] = [make(name, **vars(spec.config(name))) for name in spec.ordered() if name != MTP]
     if draft_model is not None:
         sources.append(draft_model)
-    return DrafterStack(sources, spec.n_max)
+    return DrafterStack(sources, spec.n_max, spec.extend and draft_model is not None)
 
 
 # The command line. (flag, type it belongs to, field of its config, help); defaults are None so that a flag given
@@ -327,12 +384,22 @@ def _dest(flag: str) -> str:
 def add_draft_flags(group: argparse._ActionsContainer) -> None:
     """Adds the draft flags to an argument group or parser; `spec_from_args` reads them."""
     group.add_argument("--ngram", action="store_true", help="the same as --spec-type ngram")
+    group.add_argument("--mtp", action="store_true", help="the same as --spec-type mtp: the model's own head")
     group.add_argument(
         "--spec-type",
         metavar="A[,B...]",
-        help=f"draft sources, tried in this order of precedence: {', '.join(TYPES)} (default: none)",
+        help=f"draft sources, tried in this order of precedence: {', '.join(ALL_TYPES)} (default: none)",
     )
-    group.add_argument("--draft", type=int, metavar="N", help="tokens that ngram drafts per step (default: 3)")
+    group.add_argument("--draft", type=int, metavar="N", help="tokens that ngram and mtp draft per step (default: 3)")
+    group.add_argument(
+        "--mtp-p-min",
+        type=float,
+        metavar="F",
+        help="mtp: stop before a token that the head gives less than this probability (default: 0)",
+    )
+    group.add_argument(
+        "--spec-extend", action="store_true", help="mtp: let the other types go on from what the head has drafted"
+    )
     group.add_argument(
         "--spec-draft-n-max",
         type=int,
@@ -356,12 +423,16 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
     if "none" in listed and len(listed) > 1:
         raise UsageError(f"--spec-type: {args.spec_type} names none beside other types: give one or the other")
     types = () if listed == ["none"] else tuple(listed)
-    if args.ngram:
-        if args.spec_type is not None and types != ("ngram",):
+    short = tuple(name for name in ("ngram", MTP) if getattr(args, name))
+    if short:
+        if args.spec_type is not None and set(types) != set(short):
+            flag, name = f"--{short[0]}", ",".join(short)
             raise UsageError(
-                f"--ngram is --spec-type ngram, which --spec-type {args.spec_type} contradicts: use --spec-type alone"
+                f"{flag} is --spec-type {name}, which --spec-type {args.spec_type} contradicts: use --spec-type alone"
             )
-        types = ("ngram",)
+        types = short
+    if args.mtp_p_min is not None and MTP not in types:
+        raise UsageError("--mtp-p-min has no effect without --spec-type mtp")
     given: dict[str, dict[str, int]] = {name: {} for name in TYPES}
     for flag, name, key, _ in _FLAGS:
         value = getattr(args, _dest(flag))
@@ -371,7 +442,7 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
             raise UsageError(f"{flag} has no effect without --spec-type {name}")
         given[name][key] = value
     if args.draft_policy is not None and not types:
-        raise UsageError("--draft-policy has no effect without --spec-type or --ngram")
+        raise UsageError("--draft-policy has no effect without --spec-type, --ngram or --mtp")
     draft = DraftSpec.draft if args.draft is None else args.draft
     if "ngram" in types:
         given["ngram"]["n_max"] = draft
@@ -380,6 +451,8 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
         draft=draft,
         n_max=args.spec_draft_n_max,
         policy=args.draft_policy or DraftSpec.policy,
+        mtp_p_min=DraftSpec.mtp_p_min if args.mtp_p_min is None else args.mtp_p_min,
+        extend=args.spec_extend,
         ngram=NgramConfig(**given["ngram"]),
         ngram_simple=MapConfig(**given["ngram-simple"]),
         ngram_map_k=MapConfig(**given["ngram-map-k"]),

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import _cache, _lanes, _mem, _moe, demo, llama, osmem, slots, warm
+from . import _cache, _lanes, _mem, _moe, demo, llama, mtp, osmem, slots, warm
 from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
 from .decode import Generation
 from .drafting import make_drafter
 from .errors import BmoeError, ModelError, UsageError
 from .gguf_file import ExpertLayer, expert_layers, open_model_file
+from .llama_mtp import HeadContext, TargetRows
 from .metrics import StreamCounters
 from .pacing import make_pace
 from .scoring import Scoring
@@ -89,6 +90,7 @@ class Engine:
         self.file = file
         self.arch = file.arch
         overrides = self._expert_override(config)
+        n_heads = mtp.count_heads(file) if "mtp" in config.draft.types else 0
         lanes = _lanes.Lanes([os.fspath(p) for p in file.paths], config.io_threads, config.odirect)
         stack.callback(lanes.close)
         stack.callback(self.traces.close)
@@ -99,7 +101,7 @@ class Engine:
         weights = Weights(file.paths)
         stack.callback(weights.close)
         before = osmem.read_process_memory().rss
-        model = llama.load_model(file.header, file.virtual_size, str(path), overrides)
+        model = llama.load_model(file.header, file.virtual_size, str(path), overrides, load_mtp=n_heads > 0)
         stack.callback(model.close)
         _mem.trim_heap()
         # The interpreter, its libraries and the vocabulary: what else this process holds for this model.
@@ -144,6 +146,12 @@ class Engine:
         longest = min(config.draft.longest(), n_ubatch - 1)
         fit = max(1, LOGITS_BYTES // (4 * model.n_vocab))
         self.score_rows = max(1, min(config.score_rows, n_ubatch, fit))
+        hooks: dict[str, Any] = {
+            "n_threads": n_threads,
+            "eval_callback": hook.callback if layers else 0,
+            "abort_callback": hook.abort_callback,
+            "userdata": hook.userdata,
+        }
         room = osmem.read_memory_facts().available()
         with osmem.allocations_within(room):
             self.context = llama.Context(
@@ -153,16 +161,17 @@ class Engine:
                 n_outputs=max(longest + 1, self.score_rows),
                 n_each=n_ubatch if config.score_rows else 0,
                 n_snapshots=min(longest, config.rs_snapshots),
-                n_threads=n_threads,
-                eval_callback=hook.callback if layers else 0,
-                abort_callback=hook.abort_callback,
-                userdata=hook.userdata,
+                **hooks,
             )
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
         self.widest_draft = min(longest, self.context.n_snapshots) if self.context.recurrent else longest
-        self.drafter = make_drafter(config.draft)
         self.pace = make_pace(config.draft.policy)
+        self.buffers = self.context.buffers
+        self.head: mtp.MtpSource | None = None
+        if n_heads and self.widest_draft:
+            self._open_head(stack, n_heads, config, n_ctx, hooks)
+        self.drafter = make_drafter(config.draft, self.head)
         self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.largest("expert_used_count")
         self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx, cache_policy=config.policy)
         self.cache: _cache.ExpertCache | None = None
@@ -177,6 +186,19 @@ class Engine:
             self.traces.route = RouteTracer(Path(config.route_trace), hook, file, layers, preamble)
         if config.cache_state is not None:
             self._warm_start(stack, config, Path(config.cache_state), identity)
+
+    def _open_head(
+        self, stack: ExitStack, n_heads: int, config: EngineConfig, n_ctx: int, hooks: dict[str, Any]
+    ) -> None:
+        """The head's context beside the target's: the same hook, so that its experts are streamed like all others."""
+        n_ubatch = min(mtp.WIDTH, self.context.n_batch)
+        with osmem.allocations_within(osmem.read_memory_facts().available()):
+            context = HeadContext(self.model, n_heads=n_heads, n_ctx=n_ctx, n_ubatch=n_ubatch, **hooks)
+        stack.callback(context.close)
+        self.target_rows = TargetRows(self.context)
+        self.head = mtp.MtpSource(context, min(config.draft.draft, self.widest_draft), config.draft.mtp_p_min)
+        rows = llama.BufferSizes(kv=0, recurrent=0, compute=self.target_rows.nbytes)
+        self.buffers = self.buffers + context.buffers + rows
 
     def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
         if config.n_expert_used is None:
@@ -214,7 +236,7 @@ class Engine:
         return specs
 
     def _start_cache(self, stack: ExitStack, config: EngineConfig) -> None:
-        layers, buffers = self.layers, self.context.buffers
+        layers, buffers = self.layers, self.buffers
         # What the process holds beyond the allowance is charged to the budget: the sum is what is promised.
         spare = ALLOWANCE - RESERVE - self.overhead
         excess = max(0, -spare)

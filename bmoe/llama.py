@@ -272,6 +272,9 @@ class BufferSizes:
     recurrent: int
     compute: int
 
+    def __add__(self, other: BufferSizes) -> BufferSizes:
+        return BufferSizes(self.kv + other.kv, self.recurrent + other.recurrent, self.compute + other.compute)
+
 
 class Context:
     """A llama.cpp context: token batches in, logits out. One thread at a time, except for the stop flag."""
@@ -286,6 +289,7 @@ class Context:
         n_outputs: int = 1,
         n_each: int = 0,
         n_snapshots: int = 0,
+        mtp: bool = False,
         eval_callback: int = 0,
         abort_callback: int = 0,
         userdata: int = 0,
@@ -298,6 +302,7 @@ class Context:
         # Logits are wanted for few rows; the default reserves vocabulary x batch floats.
         params.n_outputs_max = n_outputs
         params.n_rs_seq = n_snapshots
+        params.ctx_type = C.LLAMA_CONTEXT_TYPE_MTP if mtp else C.LLAMA_CONTEXT_TYPE_DEFAULT
         params.n_threads = n_threads
         params.n_threads_batch = n_threads
         params.offload_kqv = False

@@ -5,11 +5,11 @@ A verify batch of w positions takes r(w) times a plain step and confirms 1 + a t
 largest:
 
 - a, from how far earlier drafts of the same source held: the hazard of each length (Kaplan and Meier's product
-  limit, since a draft that held to its end says nothing of what lay behind it), by how many tokens in a row the
-  source has predicted right until then. Drafts that were not verified count as well: whether they would have held
-  is seen from the tokens that plain decoding gives, for nothing. So there are no probes.
-- r, from the time of the batches that ran, in powers of two; before there is one, as w to the power of 0.6.
-  That is near what streamed experts cost (docs/speculation.md has a table) and optimistic, so that it is tried.
+  limit, since a draft that held to its end says nothing of what lay behind it), by the evidence for them: how many
+  tokens they were found by, or have been predicted right in a row. Drafts that were not verified count as well:
+  whether they would have held is seen from the tokens that plain decoding gives, for nothing. So there are no probes.
+- r, from the time of the batches that ran, in powers of two; before there is one, as w to the power of 0.75,
+  which is what short batches cost with streamed experts (docs/speculation.md has a table).
 - Since estimates can be wrong, losses are bounded: an account takes what each batch really gained or lost, a
   fiftieth of every plain step, and a tenth of what an unverified draft would have gained; while it is overdrawn
   nothing is verified.
@@ -27,14 +27,15 @@ from typing import Literal, Protocol
 DraftPolicy = Literal["adaptive", "always"]
 DRAFT_POLICIES: tuple[DraftPolicy, ...] = ("adaptive", "always")
 
-_PRIOR_EXPONENT = 0.6
+_PRIOR_EXPONENT = 0.75
 _MEMORY = 0.9  # weight of what was seen before, per observation: about ten drafts back
-_RUNS = (0, 1, 5, 17)  # states: at least so many tokens in a row have been predicted right
+_EVIDENCE = (0, 4, 8, 16)  # states: at least so many tokens before the draft agree with it
 # Chance that a draft holds for one power of two more, by state, before anything has been seen, and the
 # observations that this counts for.
-_PRIOR_HOLD = (0.6, 0.75, 0.9, 0.95)
+_PRIOR_HOLD = (0.5, 0.7, 0.85, 0.95)
 _PRIOR_WEIGHT = 2.0
 _PLAIN_EVERY = 32  # verify batches between two plain steps: what they are compared with must not go stale
+_LEAST, _REACH = 3, 4  # tokens that may be verified on any evidence, and for each token of it
 _MARGIN = 0.05  # plain steps that a batch must promise to gain
 _CREDIT = 2.0  # plain steps that may be lost at first
 _INCOME = 0.02  # per plain step: where drafting keeps losing it costs no more than this share of the time
@@ -49,12 +50,20 @@ class Pace(Protocol):
         """Another text begins."""
         ...
 
-    def choose(self, draft: Sequence[int], source: str) -> int:
-        """How many tokens of `draft`, which `source` made, to verify: 0 to len(draft)."""
+    def ready(self) -> bool:
+        """False where nothing that is drafted now will be verified: a source that costs time need not be asked."""
         ...
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
-        """One step: the tokens it confirmed, how many were verified and accepted, its time."""
+    def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
+        """How many tokens of `draft`, which `source` made, to verify: 0 to len(draft).
+
+        `matched`: tokens before it that it was found by.
+        """
+        ...
+
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
+        """One step: the tokens it confirmed, how many were verified and accepted, its time; what beside it went into
+        a draft that was not used, seconds."""
         ...
 
 
@@ -64,10 +73,13 @@ class Always:
     def begin(self) -> None:
         pass
 
-    def choose(self, draft: Sequence[int], source: str) -> int:
+    def ready(self) -> bool:
+        return True
+
+    def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
         return len(draft)
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
         pass
 
 
@@ -107,7 +119,7 @@ class _Shadow:
     """A draft whose tokens are compared with what is confirmed, whether they were verified or not."""
 
     source: str
-    run: int  # tokens predicted right in a row before it
+    evidence: int  # tokens before it that agree with it
     tokens: list[int]
     held: int = 0
     verified: bool = False
@@ -135,18 +147,25 @@ class Adaptive:
         self._since_plain = self._plain_steps = 0
         self._credit, self._gained = _CREDIT, 0.0
 
-    def choose(self, draft: Sequence[int], source: str) -> int:
-        n = len(draft)
+    def ready(self) -> bool:
+        # More plain steps at first: the very first are slow, their experts being cold.
+        due = self._since_plain >= min(_PLAIN_EVERY, 2**self._plain_steps)
+        return bool(self._plain) and not due and self._credit >= 0.0
+
+    def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
+        n, evidence = len(draft), max(self._run, matched)
         if n == 0:
             return 0
         if self._shadow is None:
-            self._shadow = _Shadow(source, self._run, [int(t) for t in draft])
-        # More plain steps at first: the very first are slow, their experts being cold.
-        if not self._plain or self._since_plain >= min(_PLAIN_EVERY, 2**self._plain_steps) or self._credit < 0.0:
+            self._shadow = _Shadow(source, evidence, [int(t) for t in draft])
+        if not self.ready():
             return 0
         best, gain = 0, _MARGIN
-        expected = self.expected(source, self._run, n)
+        expected = self.expected(source, evidence, n)
         for k in range(1, n + 1):
+            # No draft is verified far beyond what supports it.
+            if k > max(_LEAST, _REACH * evidence):
+                break
             if k & (k - 1) and k != n:
                 continue
             g = 1.0 + expected[k] - self.ratio(k + 1)
@@ -155,7 +174,7 @@ class Adaptive:
         self._shadow.verified |= best > 0
         return best
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
         if drafted:
             self._since_plain += 1
             plain = statistics.median(self._plain)
@@ -169,12 +188,17 @@ class Adaptive:
             self._plain_steps += 1
             self._plain.append(seconds)
             self._earn(_INCOME)
+            if wasted > 0.0:
+                self._credit -= wasted / max(statistics.median(self._plain), 1e-9)
         for token in confirmed:
             self._follow(int(token))
 
-    def expected(self, source: str, run: int, n: int) -> list[float]:
-        """Tokens expected to be accepted of the first k of a draft of `n`, for k = 0..n, after a run of right ones."""
-        state = sum(run >= least for least in _RUNS) - 1
+    def expected(self, source: str, evidence: int, n: int) -> list[float]:
+        """Tokens expected to be accepted of the first k of a draft of `n`, for k = 0..n.
+
+        `evidence`: tokens before it that agree with it: those that it was found by, or that were predicted right.
+        """
+        state = sum(evidence >= least for least in _EVIDENCE) - 1
         seen, prior = self._holding.get((source, state)) or _NOTHING_SEEN, _PRIOR_HOLD[state]
         total, survives, sums = 0.0, 1.0, [0.0]
         low, i = 0, 0
@@ -217,10 +241,10 @@ class Adaptive:
     def _learn(self, shadow: _Shadow) -> None:
         """Notes how far a draft held, for its own state and for those that its right tokens led to."""
         length, held = len(shadow.tokens), shadow.held
-        for state, least in enumerate(_RUNS):
-            if state + 1 < len(_RUNS) and shadow.run >= _RUNS[state + 1]:
+        for state, least in enumerate(_EVIDENCE):
+            if state + 1 < len(_EVIDENCE) and shadow.evidence >= _EVIDENCE[state + 1]:
                 continue
-            skip = max(0, least - shadow.run)
+            skip = max(0, least - shadow.evidence)
             if skip <= held and skip < length:
                 self._holding.setdefault((shadow.source, state), Holding()).observe(length - skip, held - skip)
         if not shadow.verified and self._plain:

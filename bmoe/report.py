@@ -103,6 +103,14 @@ def spec_lines(result: GenerationResult) -> list[str]:
         f"{name}: drafted on {spec.drafted_steps} of {spec.decodes} steps "
         f"({100 * spec.drafted_steps / max(1, spec.decodes):.1f} %); the rest decoded plainly",
     ]
+    if "mtp" in name.split(","):
+        split = result.flash_split.bytes
+        head, verify = split["draft_source"], split["base"] + split["accepted"] + split["rejected"]
+        lines.append(
+            f"{name}: of {(head + verify) / MiB:.1f} MiB streamed in decode, {head / MiB:.1f} MiB "
+            f"({100 * head / max(1, head + verify):.1f} %) was the head's own routing, {verify / MiB:.1f} MiB "
+            "the verify batches"
+        )
     if spec.recoveries:
         lines.append(
             f"{name}: {spec.recoveries} rejected tails could not be taken back: {spec.recovery_s:.2f} s and "
@@ -217,7 +225,11 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "major_faults": result.major_faults,
         "peak_rss_bytes": memory.peak_rss,
         "rss_bytes": memory.rss,
-        "spec": {**result.spec.as_dict(), "effective_tok_s": result.effective_tok_s},
+        "spec": {
+            **result.spec.as_dict(),
+            "effective_tok_s": result.effective_tok_s,
+            "sources": engine.drafter.stats,
+        },
         "flash_split": result.flash_split.as_dict(),
         "flash_split_rereads": dict(result.flash_split.rereads),
         "expert": expert_summary(result.decode, result.decoded, budget, resident, dropping),
@@ -234,9 +246,9 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
         "memory": {
             "dense_bytes": engine.weights.dense_bytes,
-            "kv_bytes": engine.context.buffers.kv,
-            "recurrent_bytes": engine.context.buffers.recurrent,
-            "compute_bytes": engine.context.buffers.compute,
+            "kv_bytes": engine.buffers.kv,
+            "recurrent_bytes": engine.buffers.recurrent,
+            "compute_bytes": engine.buffers.compute,
         },
     }
 

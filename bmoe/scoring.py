@@ -101,6 +101,8 @@ class Scoring(Generation):
     tokens computed one by one as `result.decode`.
     """
 
+    _feeds_head = False
+
     def __init__(self, engine: Engine, ids: list[int], first: int, one_by_one: bool) -> None:
         if not 1 <= first < len(ids):
             raise UsageError(f"a text of {len(ids)} tokens, scored from token {first} on: nothing to score")
@@ -134,6 +136,8 @@ class Scoring(Generation):
             engine.in_step = False
             engine.cached_ids.clear()
             engine.context.clear()
+            if engine.head is not None:
+                engine.head.resume(0)
             engine.in_step = True
             for at, end in self._batches(len(ids), first):
                 single = self._one_by_one and at >= first - 1

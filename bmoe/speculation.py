@@ -44,7 +44,9 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """What drafts (`bmoe.drafting.DrafterStack`)."""
+    """What drafts (`bmoe.drafting.DrafterStack`). `free_only`: sources whose drafts cost time are not asked."""
+
+    free_only: bool
 
     def draft(self, history: Tokens, n_max: int | None = None) -> Tokens:
         """Up to `n_max` tokens expected after `history` (int32, the last confirmed token at its end)."""
@@ -56,6 +58,11 @@ class Drafter(Protocol):
 
     def accept(self, n_accepted: int) -> None:
         """How many tokens of the last draft were confirmed; only called where some were verified."""
+        ...
+
+    @property
+    def matched(self) -> int:
+        """Tokens by which the last draft was found."""
         ...
 
     @property
@@ -116,9 +123,10 @@ def verify_steps(
         buffer[filled:n] = history[filled:]
         filled = n
         started = perf_counter()
+        drafter.free_only = not pace.ready()
         draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
-        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "")) < len(draft):
+        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "", drafter.matched)) < len(draft):
             drafter.trim(keep)
             draft = draft[:keep]
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
@@ -130,8 +138,8 @@ def verify_steps(
         confirmed = list(choices[: accepted + 1])
         tokens = [c.id for c in confirmed]
         # A plain step is compared without what was spent on a draft that was not used.
-        spent = perf_counter() - started - (0.0 if len(draft) else draft_s)
-        pace.note(tokens, len(draft), accepted, spent)
+        wasted = 0.0 if len(draft) else draft_s
+        pace.note(tokens, len(draft), accepted, perf_counter() - started - wasted, wasted)
         history.extend(tokens)
         wanted -= len(confirmed)
         yield Step(confirmed, len(draft), accepted, draft_s)

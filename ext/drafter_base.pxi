@@ -284,6 +284,15 @@ cdef class Drafter:
             with nogil:
                 self.diverged(self.toks, n, n)
 
+    cdef Py_ssize_t evidence(self) noexcept:
+        """Tokens by which the last draft was found."""
+        return 0
+
+    @property
+    def matched(self):
+        """Tokens at the history's end by which the last draft was found: what speaks for it."""
+        return self.evidence()
+
     @property
     def nbytes(self):
         """Bytes of memory held by the index and the copy of the history."""

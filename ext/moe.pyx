@@ -504,6 +504,10 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
     cdef int seq, x, c, r
     cdef bint progress, unread
     cdef int64_t t0 = bm_now_ns(), t
+    if m.skip:
+        if ith == 0:
+            memset(dst.data, 0, sizeof(float) * <size_t>(dst.ne[0] * dst.ne[1] * dst.ne[2]))
+        return
     if p.first and ith == 0:
         _make_plan(m, p, dst)
     if quantize:
@@ -694,6 +698,19 @@ cdef class Streamer:
     def interrupt_pending(self):
         """True where a signal handler raised inside a graph and nobody has taken the exception yet."""
         return self.interrupted is not None
+
+    @property
+    def skip(self):
+        """True: the experts of the graphs that run now are neither read nor computed, their results are zeros.
+
+        For a batch without outputs through a single layer, of which only keys and values are kept: these come
+        before the experts. Set it between graphs.
+        """
+        return self.m.skip != 0
+
+    @skip.setter
+    def skip(self, bint value):
+        self.m.skip = value
 
     def take_interrupt(self):
         """The exception a signal handler raised inside the last graph, or None; clears it and the abort."""

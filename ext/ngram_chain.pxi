@@ -154,6 +154,9 @@ cdef class NgramSimple(Drafter):
         chain_hash(&self.chain, self.toks, self.n_toks)
         return chain_link(&self.chain, self.chain.n_hash)
 
+    cdef Py_ssize_t evidence(self) noexcept:
+        return self.size_n
+
     cdef Py_ssize_t propose(self) except -1 nogil:
         # llama.cpp looks at the history without its last token, and starts one position further back.
         cdef Py_ssize_t n = self.size_n, end = self.n_toks - self.compat, key = self.n_toks - n

@@ -296,6 +296,9 @@ cdef class NgramMap(Drafter):
         memcpy(self.out, self.toks + at, size * sizeof(tok_t))
         return size
 
+    cdef Py_ssize_t evidence(self) noexcept:
+        return self.size_n
+
     cdef Py_ssize_t propose(self) except -1 nogil:
         cdef Py_ssize_t n = self.size_n, m = self.size_m
         cdef Py_ssize_t cur = self.n_toks - 1       # llama.cpp's history does not hold the last token

@@ -185,6 +185,9 @@ cdef class NgramMod(Drafter):
         self.n_toks = keep
         return 0
 
+    cdef Py_ssize_t evidence(self) noexcept:
+        return self.n_match
+
     cdef Py_ssize_t propose(self) except -1 nogil:
         cdef Py_ssize_t n = self.n_match, cur = self.n_toks - 1     # llama.cpp's history does not hold the last token
         cdef Py_ssize_t k

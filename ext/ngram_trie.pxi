@@ -223,6 +223,9 @@ cdef class Ngram(Drafter):
             self.insert(self.n_done + 1)
         return 0
 
+    cdef Py_ssize_t evidence(self) noexcept:
+        return self.best
+
     cdef Py_ssize_t propose(self) except -1 nogil:
         cdef Py_ssize_t n
         self.started()

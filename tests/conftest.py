@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import reference
 from tiny_models import write_tiny
+from tiny_mtp import TinyMtp, write_tiny_mtp
 
 import bmoe
 import bmoe.engine
@@ -40,6 +41,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         key = "-".join([arch, str(quant), *(f"{k}{v}" for k, v in sorted(options.items()))])
         if key not in written:
             written[key] = write_tiny(base / f"{key}.gguf", arch, quant, **options)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tiny_mtp(tmp_path_factory: pytest.TempPathFactory) -> TinyMtp:
+    """`write_tiny_mtp` without the path: each model is written once."""
+    base, written = tmp_path_factory.mktemp("mtp"), dict[str, Path]()
+
+    def write(arch: str, heads: int = 1, quant: str = "F32") -> Path:
+        key = f"{arch}-{heads}-{quant}"
+        if key not in written:
+            written[key] = write_tiny_mtp(base / f"{key}.gguf", arch, quant, heads)
         return written[key]
 
     return write

@@ -66,6 +66,8 @@ class Oracle:
         self.waiting, self.trimmed = bool(draft), len(draft)
         return np.array(draft, np.int32)
 
+    matched = 0
+
     @property
     def winner(self) -> str | None:
         return "oracle" if self.waiting else None
@@ -90,15 +92,19 @@ class Cutting:
     def begin(self) -> None:
         pass
 
-    def choose(self, draft: Sequence[int], source: str) -> int:
+    def ready(self) -> bool:
+        return True
+
+    def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
         assert source == "oracle"
         self.cuts = [*self.cuts[1:], self.cuts[0]]
         return min(self.cuts[-1], len(draft))
 
-    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float) -> None:
+    def note(self, confirmed: Sequence[int], drafted: int, accepted: int, seconds: float, wasted: float = 0.0) -> None:
         assert len(confirmed) == accepted + 1
         assert accepted <= drafted
         assert seconds >= 0.0
+        assert wasted == 0.0 or drafted == 0
         self.confirmed += confirmed
         self.drafted += drafted
 
@@ -204,3 +210,33 @@ def test_flash_split_charges_every_byte_once() -> None:
     }
     assert split.total == 207
     assert split.rereads == {**dict.fromkeys(split.bytes, 0), "prefill": 3, "base": 1, "accepted": 5, "rejected": 4}
+
+
+def test_a_source_that_costs_is_not_asked_where_nothing_would_be_verified() -> None:
+    """And what went into a draft that was not used is reported apart from the step's own time."""
+
+    class Silent(Cutting):
+        asked = 0
+        wasted = 0.0
+
+        def ready(self) -> bool:
+            self.asked += 1
+            return self.asked % 2 == 0
+
+        def note(self, *step: object) -> None:
+            self.wasted += step[4]  # type: ignore[operator]
+
+    class Watched(Oracle):
+        free_only = False
+
+        def draft(self, history: Tokens, n_max: int | None = None) -> Tokens:
+            seen.append(self.free_only)
+            return super().draft(history, n_max)
+
+    seen = list[bool]()
+    target, pace = TableTarget([1, 2, 3], 64, 7, 0), Silent([0])
+    for _ in verify_steps(target, Watched(target, 4, 4), [1, 2, 3], Choice(4, False, b""), 20, 8, pace):
+        pass
+    assert seen == [i % 2 == 0 for i in range(len(seen))]
+    assert len(seen) > 10
+    assert pace.wasted > 0.0

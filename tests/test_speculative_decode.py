@@ -40,6 +40,7 @@ class Scripted:
         return np.array(draft, np.int32)
 
     winner = name
+    matched = 0
 
     def trim(self, n: int) -> None:
         raise AssertionError("the pace here is Always")

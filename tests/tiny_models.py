@@ -111,7 +111,7 @@ class _Model:
     n_used: int
     n_embd: int
     n_ff: int
-    nextn: bool
+    nextn: int
     n_head: int = 4
     n_head_kv: int = 2
     # Whether the embedding is also the output, and the size of its entries.
@@ -159,7 +159,7 @@ class _Model:
             self.kv(expert_count=self.n_expert, expert_used_count=self.n_used)
             self.kv(expert_feed_forward_length=self.n_ff)
         if self.nextn:
-            self.kv(nextn_predict_layers=1)
+            self.kv(nextn_predict_layers=int(self.nextn))
 
     def vocab_kv(self) -> None:
         """The same byte-level BPE vocabulary for every architecture."""

@@ -164,6 +164,7 @@ cdef struct Moe:
     int64_t streamed       # misses that went through the ring, not into a slot
     int64_t *uses          # [sum of n_expert] routed rows of each expert; NULL: not counted
     int64_t fresh_used     # experts of a warm start that were then used
+    int skip               # nobody wants what the experts compute: their matmuls give zeros and read nothing
 
 # Where the bytes of a slice of an expert go in a slot.
 cdef char *slice_area(Moe *m, Part *p, int slot) noexcept nogil
