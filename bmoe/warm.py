@@ -5,7 +5,6 @@ The file holds counts and the model's identity, no weights. docs/cache.md says w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Sequence
@@ -38,6 +37,8 @@ def identity(file: ModelFile, layers: Sequence[ExpertLayer]) -> dict[str, Any]:
 
     `file` must still have its header.
     """
+    import hashlib  # megabytes of a library that no other run needs
+
     return {
         "arch": file.arch,
         "file_bytes": [p.stat().st_size for p in file.paths],

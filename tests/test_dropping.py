@@ -270,6 +270,7 @@ class Guessing:
     """Drafts three tokens whatever comes: nearly all of them are rejected."""
 
     name = winner = "guessing"
+    matched = 0
 
     def begin(self, prompt: Any) -> None:
         pass

@@ -1,29 +1,41 @@
 """Commands beside generating text: `python -m bmoe NAME ...`, one module each.
 
-A command's module has `SUMMARY` (a few words for --help), `build_parser()` and `run(args)`, which returns the exit
-code and raises as `bmoe.cli.main` expects: BmoeError, OutputError, KeyboardInterrupt.
+A command's module has `build_parser()` and `run(args)`, which returns the exit code and raises as `bmoe.cli.main`
+expects: BmoeError, OutputError, KeyboardInterrupt. It is loaded when it is asked for: other runs keep the memory.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Protocol, cast
 
-from . import perplexity, trace
+SUMMARIES = {"perplexity": "how well a model predicts a text", "trace": "what a trace says"}
 
 
 class Command(Protocol):
     """What a module of this package offers."""
-
-    SUMMARY: str
 
     def build_parser(self) -> argparse.ArgumentParser: ...
 
     def run(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS: dict[str, Command] = {"perplexity": perplexity, "trace": trace}
+class _Commands(Mapping[str, Command]):
+    def __getitem__(self, name: str) -> Command:
+        if name not in SUMMARIES:
+            raise KeyError(name)
+        return cast(Command, import_module(f".{name}", __name__))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SUMMARIES)
+
+    def __len__(self) -> int:
+        return len(SUMMARIES)
+
+
+COMMANDS: Mapping[str, Command] = _Commands()
 
 
 def find(words: Sequence[str]) -> Command | None:
@@ -33,4 +45,4 @@ def find(words: Sequence[str]) -> Command | None:
 
 def summary() -> str:
     """One sentence for --help."""
-    return "Commands: " + ", ".join(f"{name} ({c.SUMMARY})" for name, c in COMMANDS.items()) + "."
+    return "Commands: " + ", ".join(f"{name} ({text})" for name, text in SUMMARIES.items()) + "."

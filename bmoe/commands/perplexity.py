@@ -29,7 +29,6 @@ from ..scoring import Tally, Window, text_bytes, windows
 from ..terminal import INTERRUPTED, ProgressView, say, silent, write
 from ..version import __version__
 
-SUMMARY = "how well a model predicts a text"
 DEFAULT_WINDOW = 512
 MODES = ("batch", "decode")
 MiB = 1 << 20

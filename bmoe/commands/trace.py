@@ -15,7 +15,6 @@ from ..replay import CacheReplay
 from ..routes import RouteTrace, TraceError, read_trace
 from ..terminal import say, write
 
-SUMMARY = "what a trace says"
 MiB = 1 << 20
 
 
