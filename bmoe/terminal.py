@@ -8,9 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 _STAGES = {"dense": "reading dense weights", "prefill": "prefill", "score": "scoring"}
 
@@ -66,6 +67,10 @@ class ProgressView:
 
     def __enter__(self) -> ProgressView:
         if self._on:
+            # Loaded here: megabytes that a run without a terminal keeps.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
