@@ -326,6 +326,49 @@ def test_an_interrupt_comes_out_of_the_loop(stoppable: Stoppable) -> None:
     assert not wrong()
 
 
+def test_an_interrupt_that_the_last_graph_was_too_late_to_act_on(
+    tiny: Tiny, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler that raised at the last node of the last token: there is no next graph that would be stopped."""
+    path = tiny("qwen3moe", "Q8_0")
+    engine = open_engine(path, "few")
+    streamer, decode, calls = engine.streamer, engine.context.decode, []
+
+    class Late:
+        interrupt_pending = False
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(streamer, name)
+
+        def take_interrupt(self) -> BaseException | None:
+            pending, self.interrupt_pending = self.interrupt_pending, False
+            return KeyboardInterrupt() if pending else streamer.take_interrupt()
+
+    late = Late()
+
+    def last(*args: object) -> int:
+        calls.append(decode(*args))  # type: ignore[arg-type]
+        late.interrupt_pending = len(calls) == 3
+        return calls[-1]
+
+    monkeypatch.setattr(engine, "streamer", late)
+    monkeypatch.setattr(engine.context, "decode", last)
+    generation = engine.generate(A, max_tokens=3, stop_at_end=False)
+    with pytest.raises(KeyboardInterrupt):
+        list(generation)
+    assert generation.result.stop == "interrupted"
+    # The graph did run: its token is in the sequence, and is what the engine says that it holds.
+    assert engine.cached_ids == [*A, *generation.result.token_ids]
+    monkeypatch.undo()
+    longer = [*engine.cached_ids, *B]
+    run, result = drive(engine, longer, 2)
+    assert result.reused_tokens == len(longer) - len(B)
+    with ResidentModel(path) as model:
+        model.generate(A, len(longer) - len(A) - len(B))
+        model.go_on(generation.result.token_ids[-1:], 1)
+        assert not differences(run, model.go_on(B, 2))
+
+
 @pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 def test_an_exception_from_a_signal_between_a_graph_and_its_account(
