@@ -15,7 +15,7 @@ from libc.errno cimport EINVAL, errno
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdio cimport FILE, fclose, fflush, fprintf, stderr
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy, memset, strlen
+from libc.string cimport memcpy, memset, strcmp, strlen
 
 from .errors import AbiError
 
@@ -68,12 +68,49 @@ cdef Ggml *ggml() noexcept nogil:
     return &_g
 
 
-cdef void *_need(void *handle, const char *name) except NULL:
-    cdef void *f = dlsym(handle, name)
-    if f == NULL:
-        raise AbiError(f"the installed llama-cpp-python has no function {name.decode()}: "
-                       "install the release that this bmoe was built for (see docs/seam.md)")
-    return f
+cdef list _functions():
+    # Name, address of the pointer to fill, and whether bmoe can do without.
+    return [
+        (b"ggml_init", <uintptr_t>&_g.init, True),
+        (b"ggml_free", <uintptr_t>&_g.free, True),
+        (b"ggml_tensor_overhead", <uintptr_t>&_g.tensor_overhead, True),
+        (b"ggml_new_tensor_4d", <uintptr_t>&_g.new_tensor_4d, True),
+        (b"ggml_view_1d", <uintptr_t>&_g.view_1d, True),
+        (b"ggml_mul_mat_id", <uintptr_t>&_g.mul_mat_id, True),
+        (b"ggml_custom_4d", <uintptr_t>&_g.custom_4d, True),
+        (b"ggml_set_name", <uintptr_t>&_g.set_name, True),
+        (b"ggml_get_name", <uintptr_t>&_g.get_name, True),
+        (b"ggml_get_data", <uintptr_t>&_g.get_data, True),
+        (b"ggml_set_input", <uintptr_t>&_g.set_input, True),
+        (b"ggml_nbytes", <uintptr_t>&_g.nbytes, True),
+        (b"ggml_row_size", <uintptr_t>&_g.row_size, True),
+        (b"ggml_blck_size", <uintptr_t>&_g.blck_size, True),
+        (b"ggml_type_size", <uintptr_t>&_g.type_size, True),
+        (b"ggml_type_name", <uintptr_t>&_g.type_name, True),
+        (b"ggml_op_name", <uintptr_t>&_g.op_name, True),
+        (b"ggml_get_unary_op", <uintptr_t>&_g.unary_op, True),
+        (b"ggml_unary_op_name", <uintptr_t>&_g.unary_op_name, True),
+        (b"ggml_get_type_traits_cpu", <uintptr_t>&_g.cpu_traits, True),
+        (b"ggml_backend_cpu_buffer_type", <uintptr_t>&_g.cpu_buft, True),
+        (b"ggml_backend_cpu_buffer_from_ptr", <uintptr_t>&_g.buffer_from_ptr, True),
+        (b"ggml_backend_buft_name", <uintptr_t>&_g.buft_name, True),
+        (b"ggml_backend_buft_get_alignment", <uintptr_t>&_g.buft_alignment, True),
+        (b"ggml_backend_buft_is_host", <uintptr_t>&_g.buft_is_host, True),
+        (b"ggml_compute_forward_mul_mat_id_tiled", <uintptr_t>&_g.tiled_id, False),
+        (b"ggml_tiled_wdata_size", <uintptr_t>&_g.tiled_wdata, False),
+        (b"ggml_set_abort_callback", <uintptr_t>&_set_abort, True),
+        (b"_ZSt21__throw_runtime_errorPKc", <uintptr_t>&_throw, False),
+        (b"llama_log_get", <uintptr_t>&_log_get, True),
+        (b"llama_log_set", <uintptr_t>&_log_set, True),
+        (b"llama_get_logits_ith", <uintptr_t>&_logits_ith, True),
+        (b"llama_vocab_is_eog", <uintptr_t>&_is_eog, True),
+        (b"llama_token_to_piece", <uintptr_t>&_to_piece, True),
+    ]
+
+
+def function_names():
+    """The functions that `connect` looks for: `(name, whether bmoe needs it)`."""
+    return [(name.decode(), needed) for name, _, needed in _functions()]
 
 
 def connect(bytes library_path):
@@ -83,150 +120,23 @@ def connect(bytes library_path):
     """
     global _connected
     cdef void *h = dlopen(library_path, RTLD_NOW | RTLD_NOLOAD)
+    cdef void *f
     if h == NULL:
         raise AbiError(f"{library_path.decode()}: not loaded by llama_cpp")
-    (<void **>&_g.init)[0] = _need(h, b"ggml_init")
-    (<void **>&_g.free)[0] = _need(h, b"ggml_free")
-    (<void **>&_g.tensor_overhead)[0] = _need(h, b"ggml_tensor_overhead")
-    (<void **>&_g.new_tensor_4d)[0] = _need(h, b"ggml_new_tensor_4d")
-    (<void **>&_g.view_1d)[0] = _need(h, b"ggml_view_1d")
-    (<void **>&_g.mul_mat_id)[0] = _need(h, b"ggml_mul_mat_id")
-    (<void **>&_g.custom_4d)[0] = _need(h, b"ggml_custom_4d")
-    (<void **>&_g.set_name)[0] = _need(h, b"ggml_set_name")
-    (<void **>&_g.get_name)[0] = _need(h, b"ggml_get_name")
-    (<void **>&_g.get_data)[0] = _need(h, b"ggml_get_data")
-    (<void **>&_g.set_input)[0] = _need(h, b"ggml_set_input")
-    (<void **>&_g.nbytes)[0] = _need(h, b"ggml_nbytes")
-    (<void **>&_g.row_size)[0] = _need(h, b"ggml_row_size")
-    (<void **>&_g.blck_size)[0] = _need(h, b"ggml_blck_size")
-    (<void **>&_g.type_size)[0] = _need(h, b"ggml_type_size")
-    (<void **>&_g.type_name)[0] = _need(h, b"ggml_type_name")
-    (<void **>&_g.op_name)[0] = _need(h, b"ggml_op_name")
-    (<void **>&_g.unary_op)[0] = _need(h, b"ggml_get_unary_op")
-    (<void **>&_g.unary_op_name)[0] = _need(h, b"ggml_unary_op_name")
-    (<void **>&_g.cpu_traits)[0] = _need(h, b"ggml_get_type_traits_cpu")
-    (<void **>&_g.cpu_buft)[0] = _need(h, b"ggml_backend_cpu_buffer_type")
-    (<void **>&_g.buffer_from_ptr)[0] = _need(h, b"ggml_backend_cpu_buffer_from_ptr")
-    (<void **>&_g.buft_name)[0] = _need(h, b"ggml_backend_buft_name")
-    (<void **>&_g.buft_alignment)[0] = _need(h, b"ggml_backend_buft_get_alignment")
-    (<void **>&_g.buft_is_host)[0] = _need(h, b"ggml_backend_buft_is_host")
-    (<void **>&_g.tiled_id)[0] = dlsym(h, b"ggml_compute_forward_mul_mat_id_tiled")
-    (<void **>&_g.tiled_wdata)[0] = dlsym(h, b"ggml_tiled_wdata_size")
+    for name, slot, needed in _functions():
+        f = dlsym(h, <const char *>name)
+        if f == NULL and needed:
+            raise AbiError(f"the installed llama-cpp-python has no function {name.decode()}: "
+                           "install the release that this bmoe was built for (see docs/seam.md)")
+        (<void **><uintptr_t>slot)[0] = f
     if _g.tiled_id == NULL or _g.tiled_wdata == NULL:
         _g.tiled_id = NULL
         _g.tiled_wdata = NULL
-    (<void **>&_set_abort)[0] = _need(h, b"ggml_set_abort_callback")
-    (<void **>&_throw)[0] = dlsym(h, b"_ZSt21__throw_runtime_errorPKc")
-    (<void **>&_log_get)[0] = _need(h, b"llama_log_get")
-    (<void **>&_log_set)[0] = _need(h, b"llama_log_set")
-    (<void **>&_logits_ith)[0] = _need(h, b"llama_get_logits_ith")
-    (<void **>&_is_eog)[0] = _need(h, b"llama_vocab_is_eog")
-    (<void **>&_to_piece)[0] = _need(h, b"llama_token_to_piece")
     _g.n_tasks_max = -1
     _connected = True
 
 
-cdef void _probe_op(bm_tensor *dst, int ith, int nth, void *userdata) noexcept nogil:
-    pass
-
-
-def check_abi():
-    """Compares ggml_abi.h with tensors, nodes and a buffer type that the running library makes.
-
-    Returns the number of comparisons. Raises AbiError that names the first difference.
-    """
-    if not _connected:
-        raise AbiError("connect() has not run")
-    cdef bm_init_params ip
-    ip.mem_size = 1 << 20
-    ip.mem_buffer = NULL
-    ip.no_alloc = True
-    cdef void *ctx = _g.init(ip)
-    cdef bm_tensor *t
-    cdef bm_tensor *v
-    cdef bm_tensor *a
-    cdef bm_tensor *b
-    cdef bm_tensor *ids
-    cdef bm_tensor *mm
-    cdef bm_tensor *cu
-    cdef bm_tensor *args[1]
-    cdef bm_custom_params cp
-    cdef bm_buft *buft
-    cdef const bm_cpu_traits *tr
-    cdef float x[2]
-    cdef float y[2]
-    cdef float s = 0
-    cdef int i32_type = -1, i
-    cdef void **table
-    cdef Dl_info where
-    if ctx == NULL:
-        raise AbiError("ggml_init failed")
-    done = []
-
-    def same(what, got, want):
-        done.append(what)
-        if got != want:
-            raise AbiError(f"the layout of ggml differs from the one bmoe was built for: {what} is {got!r}, "
-                           f"expected {want!r}; install the pinned llama-cpp-python (see docs/seam.md)")
-
-    try:
-        # ggml_tensor_overhead() is the structure plus a 32 byte object header.
-        same("size of ggml_tensor", _g.tensor_overhead() - 32, sizeof(bm_tensor))
-        for i in range(64):
-            if _g.type_name(i) != NULL and _g.type_name(i) == b"i32":
-                i32_type = i
-                break
-        same("type i32 exists", i32_type >= 0, True)
-        t = _g.new_tensor_4d(ctx, 0, 2, 3, 5, 7)
-        same("type", t.type, 0)
-        same("ne", [t.ne[i] for i in range(4)], [2, 3, 5, 7])
-        same("nb", [t.nb[i] for i in range(4)], [4, 8, 24, 120])
-        _g.set_name(t, b"blk.0.bmoe")
-        same("name", t.name, b"blk.0.bmoe")
-        same("address of name", <uintptr_t>_g.get_name(t), <uintptr_t>&t.name[0])
-        t.data = <void *>0x1000
-        same("data", <uintptr_t>_g.get_data(t), 0x1000)
-        t.data = NULL
-        _g.set_input(t)
-        same("flags", t.flags & 1, 1)
-        same("extra", <uintptr_t>t.extra, 0)
-        v = _g.view_1d(ctx, t, 2, 8)
-        same("view_src", <uintptr_t>v.view_src, <uintptr_t>t)
-        same("view_offs", v.view_offs, 8)
-        a = _g.new_tensor_4d(ctx, 0, 4, 3, 5, 1)
-        b = _g.new_tensor_4d(ctx, 0, 4, 1, 2, 1)
-        ids = _g.new_tensor_4d(ctx, i32_type, 2, 2, 1, 1)
-        mm = _g.mul_mat_id(ctx, a, b, ids)
-        same("op of ggml_mul_mat_id", _g.op_name(mm.op), b"MUL_MAT_ID")
-        same("src of ggml_mul_mat_id", [<uintptr_t>mm.src[i] for i in range(3)],
-             [<uintptr_t>a, <uintptr_t>b, <uintptr_t>ids])
-        same("shape of ggml_mul_mat_id", [mm.ne[i] for i in range(3)], [3, 2, 2])
-        args[0] = t
-        cu = _g.custom_4d(ctx, 0, 3, 2, 2, 1, args, 1, _probe_op, _g.n_tasks_max, <void *>0x1234)
-        same("op of ggml_custom_4d", _g.op_name(cu.op), b"CUSTOM")
-        memcpy(&cp, &cu.op_params[0], sizeof(cp))
-        same("function of ggml_custom_4d", <uintptr_t>cp.fun, <uintptr_t><void *>&_probe_op)
-        same("n_tasks of ggml_custom_4d", cp.n_tasks, _g.n_tasks_max)
-        same("userdata of ggml_custom_4d", <uintptr_t>cp.userdata, 0x1234)
-        _g.op_mul_mat_id = mm.op
-        _g.op_custom = cu.op
-        buft = _g.cpu_buft()
-        # Looked at before any is called: each must point into a library, the optional ones may be NULL.
-        table = <void **>buft
-        same("functions of a buffer type", [table[i] != NULL and dladdr(table[i], &where) != 0 for i in (0, 1, 2, 5)],
-             [True] * 4)
-        same("buffer type name", buft.get_name(buft), _g.buft_name(buft))
-        same("buffer type alignment", buft.get_alignment(buft), _g.buft_alignment(buft))
-        same("buffer type is_host", bool(buft.is_host(buft)), bool(_g.buft_is_host(buft)))
-        tr = _g.cpu_traits(0)
-        same("vec_dot_type of f32", tr.vec_dot_type, 0)
-        same("rows of a vec_dot", tr.nrows >= 1, True)
-        x[0], x[1], y[0], y[1] = 1, 2, 3, 4
-        tr.vec_dot(2, &s, 0, x, 0, y, 0, 1)
-        same("vec_dot of f32", s, 11.0)
-    finally:
-        _g.free(ctx)
-    return len(done)
+include "ggml_check.pxi"
 
 
 def type_info(int ggml_type):
