@@ -76,42 +76,45 @@ class GgufInitParams(ctypes.Structure):
     _fields_ = [("no_alloc", ctypes.c_bool), ("ctx", ctypes.POINTER(ctypes.c_void_p))]
 
 
+_P, _S, _I, _N, _B = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_bool
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    # Two calls of every decoded token, with cheaper signatures than the bindings have.
+    "llama_get_logits_ith": (_P, [_P, ctypes.c_int32]),
+    "llama_token_to_piece": (ctypes.c_int32, [_P, ctypes.c_int32, _P, ctypes.c_int32, ctypes.c_int32, _B]),
+    "gguf_init_from_file": (_P, [_S, GgufInitParams]),
+    "gguf_init_empty": (_P, []),
+    "gguf_free": (None, [_P]),
+    "gguf_get_data_offset": (_N, [_P]),
+    "gguf_get_n_kv": (_I, [_P]),
+    "gguf_find_key": (_I, [_P, _S]),
+    "gguf_get_key": (_S, [_P, _I]),
+    "gguf_get_kv_type": (ctypes.c_int, [_P, _I]),
+    "gguf_get_val_data": (_P, [_P, _I]),
+    "gguf_get_val_str": (_S, [_P, _I]),
+    "gguf_get_arr_type": (ctypes.c_int, [_P, _I]),
+    "gguf_get_arr_n": (_N, [_P, _I]),
+    "gguf_get_arr_data": (_P, [_P, _I]),
+    "gguf_get_n_tensors": (_I, [_P]),
+    "gguf_get_tensor_offset": (_N, [_P, _I]),
+    "gguf_get_tensor_name": (_S, [_P, _I]),
+    "gguf_get_tensor_ne": (ctypes.POINTER(_I), [_P, _I]),
+    "gguf_get_tensor_type": (ctypes.c_int, [_P, _I]),
+    "gguf_get_tensor_size": (_N, [_P, _I]),
+    "gguf_set_kv": (None, [_P, _P]),
+    "gguf_remove_key": (_I, [_P, _S]),
+    "gguf_add_tensor": (None, [_P, _P]),
+    "gguf_get_meta_size": (_N, [_P]),
+    "gguf_get_meta_data": (None, [_P, _P]),
+    "ggml_get_first_tensor": (_P, [_P]),
+    "ggml_get_next_tensor": (_P, [_P, _P]),
+    "ggml_free": (None, [_P]),
+}
+"""The functions that the bindings leave out, with the types of their results and arguments."""
+
+
 def _bind(path: str) -> ctypes.CDLL:
     lib = ctypes.CDLL(path)
-    p, s, i, n = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_size_t
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        # Two calls of every decoded token, with cheaper signatures than the bindings have.
-        "llama_get_logits_ith": (p, [p, ctypes.c_int32]),
-        "llama_token_to_piece": (ctypes.c_int32, [p, ctypes.c_int32, p, ctypes.c_int32, ctypes.c_int32, ctypes.c_bool]),
-        "gguf_init_from_file": (p, [s, GgufInitParams]),
-        "gguf_init_empty": (p, []),
-        "gguf_free": (None, [p]),
-        "gguf_get_data_offset": (n, [p]),
-        "gguf_get_n_kv": (i, [p]),
-        "gguf_find_key": (i, [p, s]),
-        "gguf_get_key": (s, [p, i]),
-        "gguf_get_kv_type": (ctypes.c_int, [p, i]),
-        "gguf_get_val_data": (p, [p, i]),
-        "gguf_get_val_str": (s, [p, i]),
-        "gguf_get_arr_type": (ctypes.c_int, [p, i]),
-        "gguf_get_arr_n": (n, [p, i]),
-        "gguf_get_arr_data": (p, [p, i]),
-        "gguf_get_n_tensors": (i, [p]),
-        "gguf_get_tensor_offset": (n, [p, i]),
-        "gguf_get_tensor_name": (s, [p, i]),
-        "gguf_get_tensor_ne": (ctypes.POINTER(i), [p, i]),
-        "gguf_get_tensor_type": (ctypes.c_int, [p, i]),
-        "gguf_get_tensor_size": (n, [p, i]),
-        "gguf_set_kv": (None, [p, p]),
-        "gguf_remove_key": (i, [p, s]),
-        "gguf_add_tensor": (None, [p, p]),
-        "gguf_get_meta_size": (n, [p]),
-        "gguf_get_meta_data": (None, [p, p]),
-        "ggml_get_first_tensor": (p, [p]),
-        "ggml_get_next_tensor": (p, [p, p]),
-        "ggml_free": (None, [p]),
-    }
-    for name, (result, args) in signatures.items():
+    for name, (result, args) in FUNCTIONS.items():
         try:
             f = getattr(lib, name)
         except AttributeError:
@@ -443,7 +446,7 @@ _piece_lock = threading.Lock()
 
 def special_text(model: Model, name: str) -> str:
     """Text of the "bos" or "eos" token, "" where there is none."""
-    token = int(getattr(C, f"llama_vocab_{name}")(model.vocab))
+    token = int((C.llama_vocab_bos if name == "bos" else C.llama_vocab_eos)(model.vocab))
     return piece(model, token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 

@@ -19,18 +19,19 @@ Rows = npt.NDArray[np.float32]
 
 HEADS: dict[str, int] = {
     **dict.fromkeys(("bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe"), 1),
-    **dict.fromkeys(("glm5-next", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"), 1),
+    **dict.fromkeys(("nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next"), 1),
     **dict.fromkeys(("hy_v3", "mimo2", "step35"), 16),
 }
 """Architectures for which the pinned llama.cpp builds a head's graph, and how many heads it takes; for another
 architecture or number its assertions end the process (src/models/*.cpp, graph_mtp)."""
 
-_SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
+SYMBOLS: dict[str, tuple[str, Any, list[Any]]] = {
     "set_rows": ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, [ctypes.c_bool, ctypes.c_bool]),
     "get_rows": ("_Z26llama_get_embeddings_nextnP13llama_context", ctypes.c_void_p, []),
     "get_row": ("_Z30llama_get_embeddings_nextn_ithP13llama_contexti", ctypes.c_void_p, [ctypes.c_int32]),
     "set_head": ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, [ctypes.c_int32]),
 }
+"""The calls by their mangled names, with the types of their results and of what follows the context."""
 _calls: dict[str, Any] = {}
 
 
@@ -40,7 +41,7 @@ def check() -> None:
         return
     llama.check()
     found = {}
-    for name, (symbol, result, args) in _SYMBOLS.items():
+    for name, (symbol, result, args) in SYMBOLS.items():
         try:
             f = getattr(llama.lib(), symbol)
         except AttributeError:
