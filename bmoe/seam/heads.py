@@ -16,7 +16,7 @@ from .names import MTP_CALLS
 from .stock import Logits, Stock, some_tokens
 from .streaming import OPENS, _open
 
-NEEDS = (OPENS, MTP_CALLS, "names: bindings of --mtp")
+NEEDS = (OPENS, MTP_CALLS, "names: bindings of --mtp", "layout: llama_embd against llama.h")
 TOKENS = 16
 
 

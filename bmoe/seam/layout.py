@@ -26,7 +26,7 @@ USED = {
     "decode_each": {"batch": "llama_batch"},
 }
 """In which functions of bmoe/llama.py which variable is which structure of the bindings."""
-IN_HEADERS = ("llama_model_params", "llama_context_params", "llama_batch", "llama_sampler_chain_params", "llama_embd")
+IN_HEADERS = ("llama_model_params", "llama_context_params", "llama_batch", "llama_sampler_chain_params")
 
 Members = dict[str, tuple[int, int]]
 """Offset and size of each member, bytes."""
@@ -116,14 +116,23 @@ def _headers() -> Path:
 def by_value(files: Files) -> str:
     c = bindings()
     for struct in IN_HEADERS:
-        if not hasattr(c, struct):
-            raise BrokenError(f"not in llama_cpp: {struct}")
         compare(struct, _headers() / "llama.h", *_of_ctypes(getattr(c, struct)))
     size, members = _of_ctypes(c.llama_model_kv_override)
     # A union without a name: its first member has its place.
     union = {"tag": members["tag"], "key": members["key"], "val_i64": (members["value"][0], 8)}
     compare("llama_model_kv_override", _headers() / "llama.h", size, union)
     return f"{len(IN_HEADERS) + 1} structures"
+
+
+@check(
+    "layout: llama_embd against llama.h",
+    "what carries a hidden row into a batch is that of the header",
+    "llama-cpp-python itself",
+    ("names: bindings of --mtp",),
+)
+def of_rows(files: Files) -> str:
+    compare("llama_embd", _headers() / "llama.h", *_of_ctypes(bindings().llama_embd))
+    return "1 structure"
 
 
 @check("layout: own structures against llama.h", "what the bindings leave out is as bmoe has it", "bmoe/llama.py")
@@ -159,7 +168,7 @@ def _enter(part: str, what: str) -> None:
 
 
 for _part, _what in _ggml.ABI_PARTS.items():
-    _enter(_part, f"{_what}, as the library makes it")
+    _enter(_part, f"{_what}: as declared")
 LAYOUTS = tuple(f"layout: {part}" for part in _ggml.ABI_PARTS)
 
 

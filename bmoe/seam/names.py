@@ -15,23 +15,12 @@ from typing import Any
 from .. import _ggml, llama, llama_mtp
 from .check import BrokenError, Files, SkippedError, check, expect, none_missing
 
-GRAPH_OPS = frozenset(
-    (
-        "ADD",
-        "ARGSORT",
-        "CONT",
-        "CUSTOM",
-        "FILL",
-        "MUL",
-        "MUL_MAT",
-        "MUL_MAT_ID",
-        "NONE",
-        "PERMUTE",
-        "RESHAPE",
-        "SET_ROWS",
-    )
-    + ("SOFT_MAX", "SQRT", "TOP_K", "TRANSPOSE", "UNARY", "VIEW")
-)
+# fmt: off
+GRAPH_OPS = frozenset({
+    "ADD", "ARGSORT", "CONT", "CUSTOM", "FILL", "MUL", "MUL_MAT", "MUL_MAT_ID", "NONE", "PERMUTE", "RESHAPE",
+    "SET_ROWS", "SOFT_MAX", "SQRT", "TOP_K", "TRANSPOSE", "UNARY", "VIEW",
+})
+# fmt: on
 """The operations that ext/*.pyx knows by name."""
 UNARY_OPS = frozenset({"SIGMOID", "SOFTPLUS"})
 
@@ -93,7 +82,12 @@ def in_the_bindings(files: Files) -> str:
     return f"{len(used)} names"
 
 
-@check("names: bindings of --mtp", "... and for --mtp", "bmoe/llama_mtp.py", ("names: llama_cpp",))
+@check(
+    "names: bindings of --mtp",
+    "every name that --mtp takes from the bindings is there",
+    "bmoe/llama_mtp.py",
+    ("names: llama_cpp",),
+)
 def in_the_bindings_for_mtp(files: Files) -> str:
     used = used_of_bindings(llama_mtp)
     none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))

@@ -86,7 +86,7 @@ class Stock:
 
     def logits(self, row: int = -1) -> Logits:
         """A copy of the logits of a row, float32 [n_vocab]."""
-        return np.ctypeslib.as_array(self.c.llama_get_logits_ith(self.context, row), (self.n_vocab,)).copy()
+        return np.array(np.ctypeslib.as_array(self.c.llama_get_logits_ith(self.context, row), (self.n_vocab,)))
 
     def generate(self, prompt: Sequence[int], n: int, ubatch: int) -> tuple[list[int], list[Logits]]:
         """`n` greedy tokens after a prompt that is given in batches, and the logits that each was chosen from."""

@@ -13,11 +13,11 @@ from ..gguf_header import GgufHeader
 from . import tiny
 from .check import BrokenError, Files, SkippedError, check, expect
 from .graph import REUSE
-from .layout import FIELDS, LAYOUTS
+from .layout import LAYOUTS
 from .names import BINDINGS, LEFT_OUT
 from .stock import Stock, some_tokens
 
-ENGINE = (BINDINGS, LEFT_OUT, FIELDS, *LAYOUTS)
+ENGINE = (BINDINGS, LEFT_OUT, *LAYOUTS)
 """What no engine can be opened without."""
 OPENS, IDENTITY = "loader: opens", "identity: one token at a time"
 PROMPT, STEPS = 24, 12
@@ -73,7 +73,12 @@ def overrides(files: Files) -> str:
     return "1 expert for each token"
 
 
-@check("loader: heads on demand", "load_mtp decides whether the tensors of heads are loaded", "bmoe/llama.py", (OPENS,))
+@check(
+    "loader: heads on demand",
+    "load_mtp decides whether the tensors of heads are loaded",
+    "bmoe/llama.py (load_model)",
+    (OPENS, "names: bindings of --mtp"),
+)
 def on_demand(files: Files) -> str:
     from ..drafting import DraftSpec
 
@@ -166,7 +171,7 @@ def one_by_one(files: Files) -> str:
 
 @check(
     "identity: wide batches",
-    "... in batches of 64, where ggml may use its tiled kernel",
+    "streamed logits of batches of 64, where ggml may use its tiled kernel, are those of the resident run",
     "ext/moe_kernel.pxi (_rows)",
     (OPENS, REUSE),
 )
@@ -176,7 +181,7 @@ def wide(files: Files) -> str:
 
 @check(
     "identity: verify batches",
-    "... with logits of each token of a batch",
+    "streamed logits of each token of a batch are those of the resident run",
     "bmoe/llama.py (decode_each)",
     (OPENS, REUSE),
 )
