@@ -184,10 +184,9 @@ def operations(files: Files) -> str:
 
 @check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama.py (load_model)")
 def values(files: Files) -> str:
-    c = bindings()
-    for name, number in (("LLAMA_LOAD_MODE_NONE", 0), ("LLAMA_LAZY_MODE_OFF", 0)):
-        if not hasattr(c, name):
-            raise BrokenError(f"not in llama_cpp: {name}")
+    c, numbers = bindings(), {"LLAMA_LOAD_MODE_NONE": 0, "LLAMA_LAZY_MODE_OFF": 0}
+    none_missing("not in llama_cpp", (n for n in numbers if not hasattr(c, n)))
+    for name, number in numbers.items():
         expect(name, int(getattr(c, name)), number)
     return "2 numbers"
 
