@@ -471,6 +471,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--zipf-s", type=float, default=1.0, metavar="S", help="default: 1.0; 1.3 is like real models")
     parser.add_argument("--quant", help="q4_k_m or mxfp4 (default: the model's usual one)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the sizes by N, for tests")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = vars(parser.parse_args(argv))
     from rich.console import Console  # here: making models from Python does without
