@@ -20,7 +20,11 @@ import pytest
 from cli_process import ROOT, environment, run
 from documents import Piece, documents, pieces, simple_commands
 
+from bench.make_model import make_model
+
 HERE = "tests/test_document_commands.py"
+SECONDS = 600.0
+"""How long a command may take: a hundred times what it does, for machines with other work."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     found = {}
     for router in ("uniform", "zipf"):
-        out = folder / f"{router}.gguf"
-        words = ["qwen3-30b-a3b", "--router", router, "--layers", "2", "--scale", "16", "--out", str(out)]
-        subprocess.run([sys.executable, ROOT / "bench" / "make_model.py", *words], check=True, capture_output=True)
-        found[router] = out
+        found[router] = make_model(folder / f"{router}.gguf", layers=2, router=router, scale=16).path
     return found
 
 
@@ -162,8 +163,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def place(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """Where commands run, with what documents name: routes and reads of a run, a text."""
     folder = tmp_path_factory.mktemp("place")
-    words = ["--cache-mb", "20", "--overlap", "-n", "24", "-p", "def read_config(path):"]
-    done = run(*words, "--route-trace", "routes.csv", "--io-trace", "reads.csv", cwd=folder)
+    words = ["--cache-mb", "20", "--overlap", "-n", "12", "-t", "1", "-p", "def read_config(path):"]
+    done = run(*words, "--route-trace", "routes.csv", "--io-trace", "reads.csv", cwd=folder, timeout=SECONDS)
     assert done.code == 0, done.err
     shutil.copy(folder / "routes.csv", folder / "routes-2.csv")
     (folder / "text.txt").write_text("def read_config(path):\n    return open(path).read()\n" * 8)
@@ -204,7 +205,7 @@ def run_bmoe(piece: Piece, words: list[str], place: Path, links: Callable[[Seque
     if "--mtp" in rest:
         rest = [w for i, w in enumerate(rest) if w != "-m" and rest[i - 1] != "-m"]  # the demo model has a head
     links(rest)
-    done = run(*([command] if command else []), *rest, cwd=place, timeout=60)
+    done = run(*([command] if command else []), *rest, cwd=place, timeout=SECONDS)
     check(piece, short, done.code, done.out + done.err)
 
 
@@ -224,7 +225,7 @@ def run_script(piece: Piece, words: list[str], place: Path, links: Callable[[Seq
         rest[rest.index("--sdist") + 1] = "empty"
     runner = BENCH_RUNNER.format(root=str(ROOT))
     command = [sys.executable, "-c", runner, str(ROOT / script), *rest]
-    done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=place, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     check(piece, BENCH[script], done.returncode, done.stdout + done.stderr)
 
 
@@ -241,7 +242,7 @@ def run_pytest(piece: Piece, words: list[str]) -> None:
         "no:cacheprovider",
         *words,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{piece}: {done.stdout[-2000:]}"
 
 
