@@ -215,11 +215,11 @@ def run_script(piece: Piece, words: list[str], place: Path, links: Callable[[Seq
     if script not in BENCH:
         pytest.fail(no_rule(piece, f"no rule for `{script}`", "BENCH"))
     rest = shorten(fill(piece, words[1:]), BENCH[script])
-    if script == "bench/make_model.py":
-        rest[rest.index("--out") + 1] = f"made-{piece.line}.gguf"
     if any(cell.startswith("mtp") for word in rest for cell in word.split(";")):
         rest = [w for w in rest if not w.endswith(".gguf")]
     links(rest)
+    if script == "bench/make_model.py":
+        rest[rest.index("--out") + 1] = f"made-{piece.document.rpartition('/')[2]}-{piece.line}.gguf"
     if script == "bench/drafter_compare.py":
         (place / "empty").mkdir(exist_ok=True)
         rest[rest.index("--sdist") + 1] = "empty"

@@ -34,3 +34,9 @@ def test_every_flag_is_in_a_group(name: str) -> None:
         if group.title in ("positional arguments", "options"):
             assert {a.dest for a in group._group_actions} <= loose
     assert all(a.help and a.help is not argparse.SUPPRESS for a in parser._actions)
+
+
+def test_every_document_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    missing = [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "index.md" and f"({p.name})" not in index]
+    assert not missing, "put it under what its reader wants to do"
