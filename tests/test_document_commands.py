@@ -31,10 +31,12 @@ SECONDS = 600.0
 class Short:
     """How a command is shortened: flags that are set, whatever the document gives them, and how the run ends.
 
-    `says`: what must be in its output. `why`: for a run that only begins, the reason.
+    `added`: flags that are set where the document does not. `says`: what must be in its output. `why`: for a run that
+    only begins, the reason.
     """
 
     flags: dict[str, list[str]] = field(default_factory=dict)
+    added: dict[str, list[str]] = field(default_factory=dict)
     code: int = 0
     says: str = ""
     why: str = ""
@@ -46,12 +48,14 @@ BENCH: dict[str, Short] = {
         {"--repeats": ["1"], "--tokens": ["2"], "--budgets": ["20"], "--prompt-tokens": ["8"], "--ctx": ["64"]},
         says="the same tokens in every cell",
     ),
-    "bench/prefetch.py": Short({"--repeats": ["1"], "--tokens": ["3"], "--budgets": ["8"]}, says="next-layer"),
+    "bench/prefetch.py": Short({"--repeats": ["1"], "--tokens": ["3"], "--budgets": ["30"]}, says="next-layer"),
     "bench/warm_start.py": Short(
         {"--repeats": ["1"], "--tokens": ["4"], "--history": ["8"]}, says="the same tokens with and without"
     ),
     "bench/speculation.py": Short(
-        {"--repeats": ["1"], "--tokens": ["4"], "--chars": ["80"], "--ctx": ["512"]}, says="| 1 | plain |"
+        {"--repeats": ["1"], "--tokens": ["4"], "--chars": ["80"], "--ctx": ["512"]},
+        added={"--texts": ["copy"]},
+        says="|---|---|---|",
     ),
     "bench/quality.py": Short(
         {"--chunks": ["1"], "--window": ["32"], "--parts": ["0.5"], "--thresholds": ["0.5"], "--used": ["3"]},
@@ -123,7 +127,8 @@ def no_rule(piece: Piece, what: str, table: str) -> str:
 
 def shorten(words: Sequence[str], short: Short) -> list[str]:
     """The words with the flags of `short` set: those that are there are replaced where they stand."""
-    found, left, skipping = list[str](), dict(short.flags), False
+    found, skipping = list[str](), False
+    left = {**{flag: values for flag, values in short.added.items() if flag not in words}, **short.flags}
     for word in words:
         if word.startswith("-") and not re.fullmatch(r"-[\d.]+", word):
             skipping = word in left
@@ -365,9 +370,9 @@ def flags_of(words: Sequence[str]) -> Iterator[str]:
 
 
 def test_shortened_commands_keep_their_flags() -> None:
-    short = Short({"--repeats": ["1"], "--tokens": ["2"]})
+    short = Short({"--repeats": ["1"], "--tokens": ["2"]}, added={"--only": ["x"], "--seed": ["0"]})
     given = ["m.gguf", "--repeats", "3", "--only", "a", "b", "--free", "--cells", "x;y"]
     assert shorten(given, short) == [
-        "m.gguf", "--repeats", "1", "--only", "a", "b", "--free", "--cells", "x;y", "--tokens", "2",
+        "m.gguf", "--repeats", "1", "--only", "a", "b", "--free", "--cells", "x;y", "--seed", "0", "--tokens", "2",
     ]  # fmt: skip
     assert set(flags_of(given)) <= set(flags_of(shorten(given, short)))
