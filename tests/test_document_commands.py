@@ -53,7 +53,7 @@ BENCH: dict[str, Short] = {
         {"--repeats": ["1"], "--tokens": ["4"], "--history": ["8"]}, says="the same tokens with and without"
     ),
     "bench/speculation.py": Short(
-        {"--repeats": ["1"], "--tokens": ["4"], "--chars": ["80"], "--ctx": ["512"]},
+        {"--repeats": ["1"], "--tokens": ["4"], "--chars": ["80"], "--ctx": ["1024"]},
         added={"--texts": ["copy"]},
         says="|---|---|---|",
     ),
