@@ -131,8 +131,10 @@ int64_t plain_votes(const int32_t *rows, int n_rows, int k, int n_layers, int n_
     int *count = calloc(n_layers, sizeof(int)), *table = malloc(sizeof(int) * n_layers * n_expert);
     int *key = malloc(sizeof(int) * n_slots), *pin = malloc(sizeof(int) * n_slots);
     uint32_t *score = malloc(sizeof(uint32_t) * n_slots), *votes = malloc(sizeof(uint32_t) * n_expert);
+    uint32_t weight[WINDOW];
     int64_t t0 = -1;
     memset(out, 0, 3 * sizeof(int64_t));
+    for (int i = 0; i < WINDOW; i++) weight[i] = 65536u / (1 + i);
     if (past && count && table && key && pin && score && votes) {
         memset(table, 0xff, sizeof(int) * n_layers * n_expert);
         memset(key, 0xff, sizeof(int) * n_slots);
@@ -148,7 +150,7 @@ int64_t plain_votes(const int32_t *rows, int n_rows, int k, int n_layers, int n_
             memset(votes, 0, sizeof(uint32_t) * n_expert);
             for (int i = 0; i < WINDOW; i++)
                 for (int j = 0; j < k; j++)
-                    votes[mine[i * k + j]] += 65536u / (uint32_t)(1 + ((count[layer] - 1 - i) & (WINDOW - 1)));
+                    votes[mine[i * k + j]] += weight[(count[layer] - 1 - i) & (WINDOW - 1)];
             for (int e = 0; e < n_expert; e++)
                 if (at[e] >= 0) score[at[e]] = votes[e];
             for (int j = 1; j <= k; j++)
