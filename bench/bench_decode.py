@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections import namedtuple
 from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import sub
 from pathlib import Path
 from time import perf_counter
@@ -21,59 +20,18 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import reference
-from tiny_models import write_tiny
 
 import bmoe
-import bmoe.engine
-from bench import native, scripts
+from bench import native
 from bench.conftest import Compare, Exact
 from bench.gate import timed
-from bmoe import gguf_file, slots
+from bench.scripted_model import PROMPT, SCRIPT, open_engine, write_model
 from bmoe._mem import Region
 from bmoe.drafting import DraftSpec, MapConfig, ModConfig, NgramConfig
-from bmoe.sizing import CacheDecision, ModelSizes
 
-LAYERS, EXPERTS, USED = 4, 16, 4
-PROMPT = scripts.noise(48, seed=11, below=250).tolist()
-SCRIPT = scripts.loops(512, seed=12, below=250).tolist()
-
-
-def write_model(directory: Path, quant: str = "Q8_0", n_embd: int = 128) -> Path:
-    """The scripted model."""
-    return write_tiny(
-        directory / "scripted.gguf",
-        "qwen3moe",
-        quant,
-        n_layer=LAYERS,
-        n_expert=EXPERTS,
-        n_used=USED,
-        n_embd=n_embd,
-        n_ff=n_embd,
-        scripted=True,
-    )
-
-
-@contextmanager
-def open_engine(path: Path, n_slots: int | None, **settings: Any) -> Iterator[bmoe.Engine]:
-    """An engine with `n_slots` slots for experts (None: one for each), whatever memory the machine has."""
-    file = gguf_file.open_model_file(path)
-    layers = gguf_file.expert_layers(file.tensors, [t.name for t in file.tensors])
-    everything = slots.all_experts_bytes(layers)
-    ring = slots.RING_AREAS * slots.ring_stride(layers)
-    wanted = everything if n_slots is None else ring + n_slots * max(layer.slot_bytes for layer in layers)
-
-    def decide(request: object, sizes: ModelSizes, *_: object) -> CacheDecision:
-        # What the process itself holds is charged to the budget.
-        return CacheDecision("fixed", wanted + sizes.experts - everything, sizes)
-
-    settings = {"threads": 1, "ctx": 1024, "odirect": False, **settings}
-    with patch.object(bmoe.engine, "decide", decide), bmoe.Engine.open(path, **settings) as engine:
-        yield engine
-
-
-def run(engine: bmoe.Engine, n: int, seed_prompt: list[int] = PROMPT) -> bmoe.GenerationResult:
+def run(engine: bmoe.Engine, n: int) -> bmoe.GenerationResult:
     """Generates the first `n` tokens of the script."""
-    generation = engine.generate(seed_prompt, max_tokens=n, stop_at_end=False, script=SCRIPT)
+    generation = engine.generate(PROMPT, max_tokens=n, stop_at_end=False, script=SCRIPT)
     for _ in generation:
         pass
     return generation.result
@@ -134,6 +92,7 @@ def test_resident(compare: Compare, tmpfs: Path) -> None:
 
 
 @pytest.mark.ratio
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_streamed(overlap: bool, compare: Compare, tmpfs: Path) -> None:
     """Slots for a third of the experts; the reference reads as many bytes with plain preads before it decodes."""

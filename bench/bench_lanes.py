@@ -40,6 +40,7 @@ def _sides(path: Path, size: int, n: int, n_lanes: int, direct: bool) -> Iterato
 
 
 @pytest.mark.ratio
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("n_lanes", [1, 4])
 def test_large_reads(n_lanes: int, compare: Compare, tmpfs: Path) -> None:
     """Slices of 256 KiB from memory: what a lane adds to the copy itself."""
@@ -48,6 +49,7 @@ def test_large_reads(n_lanes: int, compare: Compare, tmpfs: Path) -> None:
 
 
 @pytest.mark.ratio
+@pytest.mark.usefixtures("one_core")
 def test_small_reads(compare: Compare, tmpfs: Path) -> None:
     """4 KiB from memory: queue, wake-up and count-down, with next to nothing to copy."""
     with _sides(tmpfs / "file", 4096, 1000, 1, direct=False) as (ours, plain):

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bench import native, scripts
 from bench.conftest import Compare, Exact
 from bench.moe_graph import MoeGraph
+from bench.scripts import EXPERTS, LAYERS, SLOTS, USED
 from bmoe._cache import ExpertCache
 
-LAYERS, EXPERTS, USED, SLOTS = 8, 64, 6, 160
 ROUTES = scripts.routes(160, LAYERS, EXPERTS, USED)
-ROWS = np.array([[layer, *row] for token in ROUTES for layer, row in enumerate(token)], np.int32)
-BATCHES = [(int(row[0]), row[1:].tolist()) for row in ROWS]
+ROWS = scripts.rows(ROUTES)
+BATCHES = scripts.batches(ROWS)
 
 
 def _cache(policy: str) -> ExpertCache:
@@ -42,6 +41,7 @@ def test_the_policy(policy: str, compare: Compare) -> None:
 
 
 @pytest.mark.ratio
+@pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("policy", ["lru", "votes"])
 def test_in_the_graph(policy: str, compare: Compare, tmpfs: Path) -> None:
     """The whole plan of a layer as the engine makes it, reads queued afterwards: by its own clock, `plan_ns`."""

@@ -146,13 +146,28 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         directory.rmdir()
 
 
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Keeps the test, and the threads that it starts, on one core: how many are free does not matter then."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture(autouse=True)
 def _needs_a_compiler(request: pytest.FixtureRequest) -> None:
     if any(request.node.get_closest_marker(k) for k in KINDS) and native.compiler() is None:
         pytest.skip("no C compiler: the gates' references cannot be built")
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def _is_all(config: pytest.Config, here: Path) -> bool:
+    return [(config.invocation_params.dir / arg).resolve() for arg in config.args] == [here.resolve()]
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     verdicts, expectations = config.stash[VERDICTS], config.stash[EXPECTATIONS]
     if verdicts:
         terminalreporter.section("ratio gates")
@@ -163,8 +178,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(
                 f"{v.name:28} {v.ratio:6.2f} {v.limit.ratio:6.2f} {v.rounds:6}  {tries:9} {v.limit.reference} {mark}"
             )
+    skipped = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", [])}
+    if skipped and config.getoption("--gate"):
+        terminalreporter.section("not compared")
+        for reason in sorted(skipped):
+            terminalreporter.write_line(reason.removeprefix("Skipped: "))
     if expectations.rebase:
         terminalreporter.section("expectations")
+        here = Path(__file__).parent
+        if exitstatus == 0 and not config.option.markexpr + config.option.keyword and _is_all(config, here):
+            expectations.forget_the_rest()
         expectations.write()
         for line in expectations.changes or ["nothing has changed"]:
             terminalreporter.write_line(line)

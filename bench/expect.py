@@ -26,6 +26,7 @@ class Expectations:
     changes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._checked: set[str] = set()
         self._known: dict[str, dict[str, Any]] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def known(self, scenario: str) -> bool:
@@ -37,6 +38,7 @@ class Expectations:
 
         `tolerance`: how far a count may be off, as a part of it.
         """
+        self._checked.add(scenario)
         expected = self._known.get(scenario)
         if expected is None and not self.rebase:
             return f"gate breached: {scenario}: nothing is expected yet; {REBASE}"
@@ -46,6 +48,15 @@ class Expectations:
             self._known[scenario] = dict(got)
             return ""
         return f"gate breached: {scenario}: {'; '.join(found)}; {REBASE}" if found else ""
+
+    def forget_the_rest(self) -> None:
+        """With `rebase`, after a run of all gates: takes out what none of them has asked for.
+
+        What belongs to a toolchain (its name has an @) stays: this machine has one of them only.
+        """
+        for scenario in [s for s in self._known if "@" not in s and s not in self._checked]:
+            del self._known[scenario]
+            self.changes.append(f"{scenario}: is gone")
 
     def write(self) -> None:
         """Writes what `rebase` has noted; nothing where nothing has changed."""

@@ -7,7 +7,7 @@ above its limit in every attempt. The limits, with their reasons, are in gates.t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -112,11 +112,10 @@ def read_limits(path: Path = LIMITS) -> dict[str, Limit]:
     return limits
 
 
-def read_tolerances(path: Path = LIMITS) -> Mapping[str, float]:
-    """The numbers of the section `instructions`."""
+def read_tolerance(name: str, path: Path = LIMITS) -> float:
+    """How far a count of the section `tolerance` may be off, as a part of it."""
     with path.open("rb") as f:
-        section = tomllib.load(f)["instructions"]
-    return {key: float(value) for key, value in section.items() if isinstance(value, int | float)}
+        return float(tomllib.load(f)["tolerance"][name]["part"])
 
 
 def estimate(subject: list[int], reference: list[int]) -> float:

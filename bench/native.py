@@ -45,10 +45,17 @@ def _place() -> Path:
     return Path(path)
 
 
-@functools.cache
+_loaded: list[ctypes.CDLL] = []
+
+
 def library(path: Path | None = None) -> ctypes.CDLL:
-    """native.c, compiled here or already at `path`."""
-    lib = ctypes.CDLL(os.fspath(path or build("native")))
+    """native.c, compiled at the first call or already at `path`."""
+    if not _loaded:
+        _loaded.append(_bind(ctypes.CDLL(os.fspath(path or build("native")))))
+    return _loaded[0]
+
+
+def _bind(lib: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     lib.plain_drafter.argtypes = [pointer, number, number, ctypes.c_int, ctypes.c_int, pointer]
     for policy in (lib.plain_lru, lib.plain_votes):

@@ -60,3 +60,17 @@ def routes(n_tokens: int, n_layers: int, n_expert: int, k: int, seed: int = 4) -
                     row.append(e)
             out[token, layer] = row
     return out
+
+
+LAYERS, EXPERTS, USED, SLOTS = 8, 64, 6, 160
+"""Of the planning step's script: slots for a third of the experts."""
+
+
+def rows(routed: Tokens) -> Tokens:
+    """`routes` as one row for each token and layer: int32 [tokens * layers, 1 + k], the layer first."""
+    return np.array([[layer, *row] for token in routed for layer, row in enumerate(token)], np.int32)
+
+
+def batches(rows: Tokens) -> list[tuple[int, list[int]]]:
+    """The same as `ExpertCache.time_tokens` takes it."""
+    return [(int(row[0]), row[1:].tolist()) for row in rows]
