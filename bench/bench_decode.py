@@ -26,6 +26,7 @@ from bench import native
 from bench.conftest import Compare, Exact
 from bench.gate import timed
 from bench.scripted_model import PROMPT, SCRIPT, open_engine, write_model
+from bmoe._lanes import IO_ROW
 from bmoe._mem import Region
 from bmoe.drafting import DraftSpec, MapConfig, ModConfig, NgramConfig
 
@@ -162,6 +163,7 @@ def test_what_a_generation_counts(
     path = write_model(tmp_path)
     spare = Region(4096)
     with open_engine(path, 21 if cache == "few" else None, overlap=True, ubatch=16, draft=DRAFTS[draft]) as engine:
+        engine.lanes.record(1 << 16)
         generation = engine.generate(PROMPT, max_tokens=256, stop_at_end=False, script=SCRIPT)
         for i, _ in enumerate(generation):
             if i == 100 and "dropped-hit" in planted and engine.cache is not None:
@@ -170,7 +172,8 @@ def test_what_a_generation_counts(
                 engine.lanes.read_windows([(0, 0, 4096, 4096, spare.address)])
         r = generation.result
         assert r.token_ids == SCRIPT[:256]
-        counts = {"disk bytes": r.prefill.disk_bytes + r.decode.disk_bytes}
+        raw, lost = engine.lanes.take_reads()
+        counts = {"reads of lanes": len(raw) // np.dtype(IO_ROW).itemsize + lost}
         for phase, c in (("prefill", r.prefill), ("decode", r.decode)):
             for name in ("plans", "routed", "hits", "misses", "evictions", "rereads", "streamed", "reads", "bytes"):
                 counts[f"{phase} {name}"] = getattr(c, name)

@@ -14,6 +14,9 @@ from typing import Any
 EXPECTED = Path(__file__).parent / "expected.json"
 REBASE = "a change that is meant: python -m pytest bench --gate --rebase"
 
+SHOWN = 6
+"""Counts that one line tells of."""
+
 Counts = Mapping[str, int]
 
 
@@ -43,11 +46,14 @@ class Expectations:
         if expected is None and not self.rebase:
             return f"gate breached: {scenario}: nothing is expected yet; {REBASE}"
         found = differences(expected or {}, got, tolerance)
-        if found and self.rebase:
-            self.changes += [f"{scenario}: {line}" for line in found]
+        if not found:
+            return ""
+        if self.rebase:
+            self.changes += [f"{scenario}: {line}" for line in (found if expected else [f"{len(got)} counts are new"])]
             self._known[scenario] = dict(got)
             return ""
-        return f"gate breached: {scenario}: {'; '.join(found)}; {REBASE}" if found else ""
+        more = [f"{len(found) - SHOWN} more counts"] * (len(found) > SHOWN)
+        return f"gate breached: {scenario}: {'; '.join(found[:SHOWN] + more)}; {REBASE}"
 
     def forget_the_rest(self) -> None:
         """With `rebase`, after a run of all gates: takes out what none of them has asked for.
