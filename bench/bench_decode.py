@@ -30,6 +30,7 @@ from bmoe._lanes import IO_ROW
 from bmoe._mem import Region
 from bmoe.drafting import DraftSpec, MapConfig, ModConfig, NgramConfig
 
+
 def run(engine: bmoe.Engine, n: int) -> bmoe.GenerationResult:
     """Generates the first `n` tokens of the script."""
     generation = engine.generate(PROMPT, max_tokens=n, stop_at_end=False, script=SCRIPT)
@@ -42,7 +43,7 @@ TOKENS = 24
 
 # ---- ratio gates ----------------------------------------------------------------------------------
 
-_Counters = namedtuple("_Counters", [f"c{i}" for i in range(24)])  # noqa: PYI024 - as bare as it gets
+_Counters = namedtuple("_Counters", "a b c d e f g h i j k l m n o p q r s t u v w x")
 
 
 def _bare_steps(n: int) -> Iterator[tuple[int, _Counters, float]]:

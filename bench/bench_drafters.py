@@ -100,7 +100,7 @@ def test_begin(benchmark: Any, name: str) -> None:
 
 PROMPT = 4096
 # A table of the plain drafter's size: what is compared is work, not pages that the kernel has to clear.
-SETTINGS: dict[str, dict[str, int]] = {"ngram-mod": {"table_size": 1 << 18}}
+SETTINGS: dict[str, dict[str, Any]] = {"ngram-mod": {"table_size": 1 << 18}}
 
 
 def _mixed() -> Tokens:

@@ -1,6 +1,6 @@
 """The expert matmul from slots against ggml's own over the same tensors, and its reads counted.
 
-    python -m pytest bench/bench_kernel.py
+python -m pytest bench/bench_kernel.py
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def test_what_is_read(n_tok: int, overlap: bool, exact: Exact, planted: frozense
 
 def _drop_a_hit(graph: MoeGraph, experts: npt.NDArray[np.int32]) -> None:
     """Forgets an expert that the next batch would have found."""
-    layer, expert = next(
-        (layer, e) for layer in range(LAYERS) for e in experts[layer].ravel().tolist() if e in graph.cache.resident(layer)
-    )
-    graph.cache.forget(layer, expert)
+    for layer, routed in enumerate(experts):
+        for expert in routed.ravel().tolist():
+            if expert in graph.cache.resident(layer):
+                graph.cache.forget(layer, expert)
+                return
+    raise AssertionError("nothing that is routed next is resident")

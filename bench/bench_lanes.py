@@ -1,6 +1,6 @@
 """The read lanes against a plain loop of preads over the same windows of the same file.
 
-    python -m pytest bench/bench_lanes.py
+python -m pytest bench/bench_lanes.py
 """
 
 from __future__ import annotations

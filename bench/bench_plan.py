@@ -1,6 +1,6 @@
 """The planning step: routed experts in; hits, misses, victims and reads out.
 
-    python -m pytest bench/bench_plan.py
+python -m pytest bench/bench_plan.py
 """
 
 from __future__ import annotations

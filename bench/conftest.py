@@ -69,7 +69,8 @@ def _is_factor(text: str) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --gate the gates, without it what pytest-benchmark measures: a ratio gate's two sides among them."""
     wanted = KINDS if config.getoption("--gate") else ("ratio",)
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         kinds = [k for k in KINDS if item.get_closest_marker(k)]
         runs = any(k in wanted for k in kinds) if kinds else not config.getoption("--gate")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def sections() -> dict[str, Callable[[], object]]:
     batches = scripts.batches(rows)
     found: dict[str, Callable[[], object]] = {"plain drafter": partial(native.plain_drafter, text, PROMPT, 12, 48)}
     for name in drafting.TYPES:
-        settings = {"table_size": 1 << 14} if name == "ngram-mod" else {}
+        settings: dict[str, Any] = {"table_size": 1 << 14} if name == "ngram-mod" else {}
         found[f"drafters/{name}"] = partial(replay, drafting.make(name, **settings), text, PROMPT)
     for policy in ("lru", "votes"):
         cache = ExpertCache([EXPERTS] * LAYERS, [0] * LAYERS, [SLOTS], policy, USED)

@@ -67,7 +67,7 @@ def _bind(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def plain_drafter(text: Tokens, prompt: int, n: int, m: int) -> tuple[int, int, int, int]:
-    """Steps, drafts, tokens drafted and accepted along `text` (int32), with drafts of up to `m` after `n` that match."""
+    """Steps, drafts, tokens drafted and accepted along `text` (int32): up to `m` tokens after the newest `n`."""
     out = (ctypes.c_int64 * 4)()
     if library().plain_drafter(text.ctypes.data, len(text), prompt, n, m, out):
         raise MemoryError
