@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count, cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_process import ROOT, environment
@@ -32,29 +32,26 @@ def run_gates(*arguments: str, **env: str) -> tuple[int, str, list[str]]:
 
 @needs_a_compiler
 @pytest.mark.parametrize(
-    ("file", "name", "factor"),
+    ("file", "tests", "name"),
     [
-        ("bench_drafters.py", "drafters/ngram-map-k4v", 2.0),
-        ("bench_plan.py", "plan/votes", 2.0),
-        ("bench_kernel.py", "kernel/Q4_K x 1", 2.0),
-        ("bench_lanes.py", "lanes/large x 1", 2.0),
-        ("bench_decode.py", "decode/python", 2.0),
+        ("bench_drafters.py", "plain_drafter and k4v", "drafters/ngram-map-k4v"),
+        ("bench_plan.py", "policy and votes", "plan/votes"),
+        ("bench_kernel.py", "Q4_K", "kernel/Q4_K x 1"),
+        ("bench_lanes.py", "large", "lanes/large x 1"),
+        ("bench_decode.py", "python", "decode/python"),
     ],
 )
-def test_a_slowdown_is_a_breach(file: str, name: str, factor: float) -> None:
-    kind = name.split("/")[1].split()[0]
-    test = {"votes": "policy and votes", "Q4_K": "against_ggml and Q4_K-1]", "large": "large and -1]"}.get(kind, kind)
-    test = test.replace("-1]", "").replace("large and ", "large and ")
-    code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", test, "--plant", f"{name}={factor}")
+def test_a_slowdown_is_a_breach(file: str, tests: str, name: str) -> None:
+    """Twice as slow. What is not slowed down beside it passes."""
+    code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}=2")
     assert code == 1, out
     limit = gate.read_limits()[name]
-    line = next(b for b in breaches if b.startswith(f"gate breached: {name}: "))
+    (line,) = breaches
     assert re.fullmatch(
         rf"gate breached: {re.escape(name)}: (\d+\.\d\d) x {re.escape(limit.reference)}, limit {limit.ratio:.2f} "
         rf"\(375 rounds in 4 attempts\): {re.escape(limit.why)}",
         line,
     )
-    assert len(breaches) == 1, out
 
 
 @needs_a_compiler
@@ -88,8 +85,8 @@ def test_more_instructions_are_a_breach() -> None:
         pytest.skip(f"no counts of {bench_instructions.toolchain()}")
     code, out, breaches = run_gates("bench/bench_instructions.py", "--plant", "instructions")
     assert code == 1, out
-    assert len(breaches) == 1
-    assert re.match(r"gate breached: instructions@.*: drafters/ngram \d+, expected \d+ \(\+\d+, \+1\d\.\d%\);", breaches[0])
+    (line,) = breaches
+    assert re.match(r"gate breached: instructions@.*: drafters/ngram \d+, expected \d+ \(\+\d+, \+1\d\.\d%\);", line)
 
 
 @needs_a_compiler
@@ -237,11 +234,11 @@ def test_history_is_saved_and_compared(tmp_path: Path) -> None:
     """Without --gate the same files are measured by pytest-benchmark, both sides of each gate."""
     storage = f"--benchmark-storage={tmp_path}"
     command = [sys.executable, "-m", "pytest", "bench/bench_lanes.py", "-k", "small", storage]
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 120}
     for more in (["--benchmark-save=first"], ["--benchmark-compare=0001"]):
-        done = subprocess.run([*command, *more], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*command, *more], **options)
         assert done.returncode == 0, done.stdout
     assert "(0001_first)" in done.stdout
     assert "benchmark 'lanes/small'" in done.stdout
     saved = json.loads(next(tmp_path.rglob("0001_first.json")).read_text())
     assert {b["name"] for b in saved["benchmarks"]} == {"test_small_reads[bmoe]", "test_small_reads[reference]"}
-    assert os.path.getsize(next(tmp_path.rglob("0001_first.json"))) > 0
