@@ -140,12 +140,12 @@ def of_a_generation(counter: Tally, directory: Path, faults: list[str]) -> dict[
     python = f"{sys.version_info.major}.{sys.version_info.minor}, numpy {np.__version__}"
     return {
         "allocations/generation": modules,
-        "allocations/kept": {
+        f"allocations/python@python {python}": {
+            f"{TOKENS} tokens, requests": counts["python"],
             f"{TOKENS} tokens, objects left to the cycle collector": cycles,
             # Clocks and byte counts are numbers of more or less than a block: a few, not one for each token.
             "blocks kept by each token": blocks // TOKENS,
         },
-        f"allocations/requests@python {python}": {f"{TOKENS} tokens": counts["python"]},
         f"calls/{TOKENS} decode steps": dict(once),
     }
 

@@ -37,7 +37,7 @@ def test_allocations(request: pytest.FixtureRequest, planted: frozenset[str]) ->
     """All scenarios in one process."""
     expectations: Any = request.config.stash[EXPECTATIONS]
     scenarios = count(planted & {"allocation", "call"})
-    assert len(scenarios) == 6
+    assert len(scenarios) == 5
     lines, unknown = [], ""
     for name, counts in scenarios.items():
         ours = "@" not in name

@@ -58,9 +58,9 @@ def _bare_steps(n: int) -> Iterator[tuple[int, _Counters, float]]:
 
 
 @pytest.mark.ratio
-def test_python(compare: Compare, tmpfs: Path) -> None:
+def test_python(compare: Compare, tmp_path: Path) -> None:
     """Everything of a step but llama.cpp's graph, which returns at once here; 40 tokens a round."""
-    path = write_model(tmpfs)
+    path = write_model(tmp_path)
     with open_engine(path, None, ctx=8192) as engine:
         limit = 8000
         generation = iter(())
@@ -82,9 +82,9 @@ def test_python(compare: Compare, tmpfs: Path) -> None:
 
 
 @pytest.mark.ratio
-def test_resident(compare: Compare, tmpfs: Path) -> None:
+def test_resident(compare: Compare, tmp_path: Path) -> None:
     """All experts in slots: 24 tokens by the engine, and by llama_decode and an argmax."""
-    path = write_model(tmpfs, n_embd=256)
+    path = write_model(tmp_path, n_embd=256)
     with open_engine(path, None) as engine, reference.Resident(path, ctx=1024) as plain:
         run(engine, 64)
         before = engine.counters().reads

@@ -28,11 +28,11 @@ def _batches(n: int, n_tok: int) -> list[npt.NDArray[np.int32]]:
 @pytest.mark.ratio
 @pytest.mark.parametrize("n_tok", [1, 16])
 @pytest.mark.parametrize("quant", list(TYPES))
-def test_against_ggml(quant: str, n_tok: int, compare: Compare, tmpfs: Path) -> None:
+def test_against_ggml(quant: str, n_tok: int, compare: Compare, tmp_path: Path) -> None:
     """All experts in slots, one thread, decode and a prompt's batch: bit for bit the same, in the same time."""
     batches = _batches(12 if n_tok == 1 else 2, n_tok)
     with MoeGraph(
-        tmpfs / "experts.bin",
+        tmp_path / "experts.bin",
         quant=quant,
         n_layers=LAYERS,
         n_expert=EXPERTS,
@@ -57,11 +57,11 @@ def test_against_ggml(quant: str, n_tok: int, compare: Compare, tmpfs: Path) -> 
 @pytest.mark.exact
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("n_tok", [1, 16])
-def test_what_is_read(n_tok: int, overlap: bool, exact: Exact, planted: frozenset[str], tmpfs: Path) -> None:
+def test_what_is_read(n_tok: int, overlap: bool, exact: Exact, planted: frozenset[str], tmp_path: Path) -> None:
     """The engine's plan and its lanes over scripted routes: every counter, and every read that a lane has done."""
     batches = _batches(60, n_tok)
     with MoeGraph(
-        tmpfs / "experts.bin",
+        tmp_path / "experts.bin",
         quant="Q8_0",
         n_layers=LAYERS,
         n_expert=EXPERTS,
