@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from reference import Tensor
 
 from bmoe import llama
 from bmoe._cache import ExpertCache
@@ -28,24 +29,6 @@ F32, I32 = 0, 26
 TYPES = {"F32": 0, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}
 N_RING = 12
 _ON_NODE = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
-
-
-class _Head(ctypes.Structure):
-    """ggml_tensor up to its data; the members as in ext/ggml_abi.h."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-    )
 
 
 class _Init(ctypes.Structure):
@@ -113,7 +96,7 @@ class _Layers:
                 for cols, rows in graph.part_shapes
             )
             for t in (gate, up, down):
-                head = _Head.from_address(t)
+                head = Tensor.from_address(t)
                 head.ne[2] = graph.n_expert
                 head.nb[3] = head.nb[2] * graph.n_expert
             ids = lib.ggml_new_tensor_2d(self.context, I32, graph.k, graph.n_tok)
@@ -155,7 +138,7 @@ class _Layers:
 
 def _view(tensor: int, dtype: Any, n: int) -> Any:
     size = n * np.dtype(dtype).itemsize
-    buffer = (ctypes.c_char * size).from_address(_Head.from_address(tensor).data)
+    buffer = (ctypes.c_char * size).from_address(Tensor.from_address(tensor).data)
     return np.frombuffer(buffer, dtype)
 
 
@@ -206,7 +189,7 @@ class MoeGraph:
         for layer in range(n_layers):
             parts, area = [], 0
             for part, nbytes in enumerate(self.part_bytes):
-                _Head.from_address(self.plain.weights[layer][part]).data = self.data.ctypes.data + at
+                Tensor.from_address(self.plain.weights[layer][part]).data = self.data.ctypes.data + at
                 parts.append((self.hooked.weights[layer][part], 0, at, nbytes, area))
                 at += nbytes * n_expert
                 area += areas[part]
