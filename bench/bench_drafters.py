@@ -1,6 +1,7 @@
 """The drafters by themselves: what a step costs, and how good the drafts are.
 
     python -m pytest bench/bench_drafters.py --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
+    python -m pytest bench/bench_drafters.py --gate      # against a plain drafter, and counts: docs/gates.md
     python bench/bench_drafters.py        # acceptance and coverage on the 12 shared streams, and memory
 
 The first is a pytest-benchmark suite: one step at a history of 131,072 tokens, a whole stream, a new prompt; times
@@ -24,6 +25,8 @@ import pytest
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench import native, scripts
+from bench.gate import timed
 from bmoe import drafting
 from bmoe._drafters import replay
 
@@ -91,6 +94,49 @@ def test_begin(benchmark: Any, name: str) -> None:
     drafter = drafting.make(name)
     turn = iter(range(1 << 30))
     benchmark.pedantic(drafter.begin, setup=lambda: ((prompts[next(turn) % 2],), {}), rounds=10, warmup_rounds=2)
+
+
+# Gates.
+
+PROMPT = 4096
+# A table of the plain drafter's size: what is compared is work, not pages that the kernel has to clear.
+SETTINGS: dict[str, dict[str, Any]] = {"ngram-mod": {"table_size": 1 << 18}}
+
+
+def _mixed() -> Tokens:
+    """24,576 tokens: an edited copy, loops, and text with nothing to draft from."""
+    return np.concatenate([scripts.edited_copy(12288), scripts.loops(8192), scripts.noise(4096)])
+
+
+@pytest.mark.ratio
+@pytest.mark.parametrize("name", drafting.TYPES)
+def test_against_a_plain_drafter(name: str, compare: Any) -> None:
+    """A whole stream, its index built and given back, on both sides."""
+    text, settings = _mixed(), SETTINGS.get(name, {})
+    if name == "ngram-simple":
+        steps, _, accepted, sizes, _ = replay(drafting.make(name), text, PROMPT)
+        plain = native.plain_drafter(text, PROMPT, 12, 48)
+        assert plain == (steps, len(sizes), int(sizes.sum()), int(accepted.sum()))
+    compare(
+        f"drafters/{name}",
+        timed(lambda: replay(drafting.make(name, **settings), text, PROMPT)),
+        timed(lambda: native.plain_drafter(text, PROMPT, 12, 48)),
+    )
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("stream", list(scripts.STREAMS))
+@pytest.mark.parametrize("name", drafting.TYPES)
+def test_what_is_drafted(name: str, stream: str, exact: Any, planted: frozenset[str]) -> None:
+    """Steps, drafts, tokens drafted and accepted, and which."""
+    text = scripts.STREAMS[stream](16384)
+    if "wrong-draft" in planted:
+        text[9000] += 1
+    drafter = drafting.make(name)
+    steps, _, accepted, sizes, drafted = replay(drafter, text, PROMPT)
+    weights = np.arange(1, len(drafted) + 1, dtype=np.int64) % 1009
+    counts = {"steps": steps, "drafts": len(sizes), "drafted": int(sizes.sum()), "accepted": int(accepted.sum())}
+    exact(f"drafters/{name}, {stream}", {**counts, "tokens, weighed": int((drafted * weights).sum())})
 
 
 # Quality.

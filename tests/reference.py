@@ -24,7 +24,7 @@ Route = tuple[int, list[list[int]]]
 """One layer of one batch: its number in the model, and the experts of each of its tokens."""
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """The head of ggml_tensor."""
 
     _fields_ = (
@@ -80,7 +80,7 @@ class Resident:
         self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self.model))
 
     def _on_node(self, address: Any, ask: bool, _: Any) -> bool:
-        node = _Tensor.from_address(ctypes.cast(address, ctypes.c_void_p).value or 0)
+        node = Tensor.from_address(ctypes.cast(address, ctypes.c_void_p).value or 0)
         if not node.name.startswith(b"ffn_moe_topk-"):
             return not ask
         if not ask:

@@ -14,7 +14,7 @@ import tiny_models
 from conftest import OpenEngine, Resident, Tiny
 from llama_cpp import llama_cpp as C
 from numpy.typing import NDArray
-from reference import PlainCache, _Tensor, differences, drive, prompt_ids
+from reference import PlainCache, Tensor, differences, drive, prompt_ids
 from reference import Resident as ResidentModel
 from tiny_models import ARCHES
 
@@ -133,7 +133,7 @@ class EditedResident(ResidentModel):
         super().__init__(path, record=True, **settings)
 
     def _on_node(self, address: Any, ask: bool, _: Any) -> bool:
-        node = _Tensor.from_address(ctypes.cast(address, ctypes.c_void_p).value or 0)
+        node = Tensor.from_address(ctypes.cast(address, ctypes.c_void_p).value or 0)
         name, _, block = node.name.partition(b"-")
         routes = name == b"ffn_moe_topk"
         weighs = name.startswith(b"ffn_moe_weights") and b"_sum" not in name

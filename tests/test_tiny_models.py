@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from numpy.typing import NDArray
-from tiny_models import ARCHES, QUANTS, SPECIALS, vocabulary, write_tiny
+from reference import Resident, prompt_ids
+from tiny_models import ARCHES, QUANTS, SPECIALS, scripted_routes, vocabulary, write_tiny
 
 TEXT = "The quick brown fox jumps över the lazy dog, 12 times."
 
@@ -139,3 +140,18 @@ def test_the_seed_decides_the_file(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path, arch: str, quant: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"."):
         write_tiny(tmp_path / "m.gguf", arch, quant, **options)
+
+
+@pytest.mark.parametrize("quant", ["F32", "Q8_0"])
+def test_a_scripted_model_routes_by_its_tokens(quant: str, tmp_path: Path) -> None:
+    """Whatever the tokens before were; and different tokens, and layers, route differently."""
+    path = write_tiny(tmp_path / "scripted.gguf", "qwen3moe", quant, n_layer=4, n_expert=16, n_used=4, scripted=True)
+    tokens = prompt_ids(120)
+    with Resident(path, ubatch=16, record=True) as model:
+        model.eval(tokens)
+        routes = model.routes
+    for layer in range(3):  # of the last layer llama.cpp computes only the rows whose logits are wanted
+        rows = [tuple(row) for il, batch in routes if il == layer for row in batch]
+        assert rows == [scripted_routes(t, layer, 16, 4) for t in tokens]
+        assert len(set(rows)) > 16
+    assert scripted_routes(0, 0, 16, 4) != scripted_routes(0, 1, 16, 4)

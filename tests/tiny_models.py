@@ -8,6 +8,7 @@ decoding wanders instead of repeating one token.
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -68,6 +69,26 @@ def _token_scale() -> Array:
     return scale
 
 
+# Models whose routes follow from the tokens: classes of tokens, and the columns of the embedding that one has.
+_CLASSES, _CLASS_WIDTH = 32, 4
+
+
+def _class_columns(kind: int) -> slice:
+    return slice(kind * _CLASS_WIDTH, (kind + 1) * _CLASS_WIDTH)
+
+
+@cache
+def _class_order(kind: int, il: int, n_expert: int) -> tuple[int, ...]:
+    """All experts of a layer, the ones that a class of tokens wants most first."""
+    rng = random.Random(kind * 1009 + il)
+    return tuple(sorted(range(n_expert), key=lambda _: rng.random()))
+
+
+def scripted_routes(token: int, il: int, n_expert: int, n_used: int) -> tuple[int, ...]:
+    """The experts of layer `il` for `token` in a model written with `scripted`: on every machine, with every kernel."""
+    return _class_order(token % _CLASSES, il, n_expert)[:n_used]
+
+
 @cache
 def _ggml() -> ctypes.CDLL:
     """The ggml of the installed llama-cpp-python; the gguf package cannot write K-quants itself."""
@@ -117,6 +138,8 @@ class _Model:
     # Whether the embedding is also the output, and the size of its entries.
     tied: bool = False
     embd_std: float = 1.0
+    # Whether a token's routes follow from its id: `scripted_routes`.
+    scripted: bool = False
 
     def __post_init__(self) -> None:
         self.n_block = self.n_layer + self.nextn
@@ -207,6 +230,10 @@ class _Model:
 
     def embeddings(self) -> Array:
         data = self._normal((len(vocabulary()), self.n_embd), self.embd_std)
+        if self.scripted:
+            # A direction for each class of tokens, so long that nothing a layer adds turns it.
+            for token, row in enumerate(data):
+                row[_class_columns(token % _CLASSES)] = 5000.0
         if self.tied:
             data *= _token_scale()[:, None]
         self.add("token_embd.weight", data, self.dense_type)
@@ -264,6 +291,15 @@ class _Model:
         return [("gate", (n_ff, self.n_embd)), ("up", (n_ff, self.n_embd)), ("down", (self.n_embd, n_ff))]
 
     def router(self, il: int) -> None:
+        if self.scripted:
+            # One unit of logit from expert to expert: far more than rounding can move.
+            data = np.zeros((self.n_expert, self.n_embd), np.float32)
+            length = float(np.sqrt(self.n_embd * _CLASS_WIDTH))
+            for kind in range(_CLASSES):
+                for place, expert in enumerate(_class_order(kind, il, self.n_expert)):
+                    data[expert, _class_columns(kind)] = (self.n_expert - place) / length
+            self.add(f"blk.{il}.ffn_gate_inp.weight", data, "F32")
+            return
         # The gain spreads the router's logits far enough apart for tokens to disagree on experts.
         self.mat(f"blk.{il}.ffn_gate_inp", self.n_expert, self.n_embd, gain=2.0, qname="F32")
 
@@ -507,13 +543,15 @@ def write_tiny(
     n_embd: int | None = None,
     n_ff: int | None = None,
     nextn: bool = False,
+    scripted: bool = False,
 ) -> Path:
     """Write a tiny model and return the file to open: `path`, or the first of its shards.
 
     `quant` applies to the experts and the other matrices; norms, routers and biases stay F32. It
     defaults to F32, for gpt-oss to MXFP4. `n_embd` and the expert width `n_ff` default to the
     shortest rows that suit `quant`. `nextn` appends a multi-token-prediction block, which llama.cpp
-    leaves unread. Shards hold whole blocks: with as many shards as blocks, each has its own file.
+    leaves unread. Shards hold whole blocks: with as many shards as blocks, each has its own file. `scripted`: a
+    token's routes follow from its id, see `scripted_routes` (for architectures with a plain router, qwen3moe).
     """
     if quant is None:
         quant = "MXFP4" if arch == "gpt-oss" else "F32"
@@ -531,4 +569,5 @@ def write_tiny(
     row = _K_ROW if quant in ("Q4_K", "Q6_K", "mixed") else _SHORT_ROW
     n_embd, n_ff = n_embd or row, n_ff or row
     model = _Model(path, arch, quant, shards, seed, n_layer, n_expert, n_used, n_embd, n_ff, nextn)
+    model.scripted = scripted
     return model.write(_BUILDERS[arch])
