@@ -180,7 +180,7 @@ class Generation:
                 return
             first = self._choose()
             result.ttft_s = time.perf_counter() - started
-            decode_faults = osmem.major_faults()
+            decode_faults, decode_cpu = osmem.major_faults(), time.process_time()
             yield emit(first, 0.0, None)
             clock.switch(LOOP)
             if ended(first):
@@ -223,6 +223,7 @@ class Generation:
             result.major_faults = osmem.major_faults() - faults
             if result.token_ids:
                 result.decode_faults = osmem.major_faults() - decode_faults
+                result.decode_cpu_s = time.process_time() - decode_cpu
             if recorder:
                 recorder.close()
             self.running = False

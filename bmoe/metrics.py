@@ -27,7 +27,8 @@ class StreamCounters(NamedTuple):
     `guess_hits` misses that were found among them, `guess_cancelled` guesses taken back before they were read whole,
     `guess_ns` time of guessing. `compute_ns`, `wait_ns`, `manage_ns` and `build_ns` are of thread 0 in the target's
     graphs: computing, waiting for reads, cache management, and what comes before the first node is computed;
-    `draft_...` the same in the draft source's graphs. A miss that had been read ahead counts as a miss: the cache did not have it.
+    `draft_...` the same in the draft source's graphs. A miss that had been read ahead counts as a miss: the cache did
+    not have it.
     """
 
     plans: int = 0
@@ -122,7 +123,7 @@ class GenerationResult:
     `prefill_tokens`: prompt tokens that were computed, without the `reused_tokens` kept from the generation before;
     fewer than the rest of the prompt where prefill was stopped. `first_time`: where the time up to the first token
     went, `decode_time`: from there to the last token; `major_faults` of the process, `decode_faults` of these after the
-    first token.
+    first token; `decode_cpu_s`: CPU of the process after the first token, all threads.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -139,6 +140,7 @@ class GenerationResult:
     total_s: float = 0.0
     major_faults: int = 0
     decode_faults: int = 0
+    decode_cpu_s: float = 0.0
     first_time: TimeSplit = NO_TIME
     decode_time: TimeSplit = NO_TIME
     prefill: StreamCounters = field(default_factory=StreamCounters)

@@ -61,7 +61,8 @@ COLUMNS: tuple[str, ...] = (
     # Named and placed as the original engine has them.
     "step", "steps", "wall_ms", "io_ms", "compute_ms", "read_bytes", "cache_hit_pct", "stall_ms", "mgmt_ms", "majflt",
     "cpu_ms", "dense_resident_frac", "turn", "majflt_mib", "cache_budget_mib", "rss_mib", "rss_anon_mib",
-    "rss_file_mib", "swap_mib", "mem_available_mib", "mem_free_mib", "swap_free_mib", "loop_overhead_ms", "mtp_batch", "mtp_draft_ms",
+    "rss_file_mib", "swap_mib", "mem_available_mib", "mem_free_mib", "swap_free_mib", "loop_overhead_ms",
+    "mtp_batch", "mtp_draft_ms",
     # bmoe's own.
     "mtp_draft_stall_ms", "output_ms", "build_ms", "rest_ms", "lane_cpu_ms", "phase", "token_id", "drafted", "accepted",
     "routed", "hits", "misses", "evictions", "rereads", "dropped", "slots_used", "slots",
