@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .metrics import Token
@@ -30,8 +30,20 @@ _BELOW = "\x1b7\x1bD\r"
 _BACK = "\x1b[K\x1b8"
 
 
+_AGREED = (
+    (" ", "~"), ("\u00c0", "\u024f"), ("\u0400", "\u045f"), ("\u3001", "\u3029"), ("\u3041", "\u3096"),
+    ("\u30a1", "\u30fa"), ("\u4e00", "\u9fff"), ("\uac00", "\ud7a3"), ("\uff01", "\uff5e"),
+)  # fmt: skip
+"""Characters whose width terminals agree about: one column, or two for those of East Asia."""
+_MARGIN = 3
+"""Columns at the end of a row in which the line is not drawn: a cursor that waits to wrap is not saved everywhere."""
+
+
 class Place(NamedTuple):
-    """Where the cursor stands after a text. `sure`: nothing in its row was of a width that terminals differ about."""
+    """Where the cursor stands after a text; `left`: in another row than before.
+
+    `sure`: nothing in its row was of a width that terminals differ about.
+    """
 
     column: int
     left: bool
@@ -39,7 +51,7 @@ class Place(NamedTuple):
 
 
 def follow(text: str, column: int, sure: bool, width: int, cells: Callable[[str], int]) -> Place:
-    """Where a terminal of `width` columns ends after `text` from `column` on; `left`: in another row.
+    """Where a terminal of `width` columns ends after `text` from `column` on.
 
     `cells` gives the width of a character. A row that is full, the cursor waiting at its end, has `column == width`.
     """
@@ -52,9 +64,8 @@ def follow(text: str, column: int, sure: bool, width: int, cells: Callable[[str]
         elif c == "\t":
             column = min((column // 8 + 1) * 8, width - 1)
         else:
-            plain = " " <= c <= "~"
-            n = 1 if plain else cells(c)
-            sure = sure and plain
+            n = 1 if " " <= c <= "~" else cells(c)
+            sure = sure and any(first <= c <= last for first, last in _AGREED)
             if column + n > width:
                 column, left = 0, True
             column += n
@@ -72,12 +83,12 @@ class Recent:
         s, t = token.stream, token.time
         self._tokens.append((t.wall, t.stall + t.draft_stall, s.hits, s.hits + s.misses, s.bytes))
 
-    def line(self, slots: tuple[int, int] | None) -> str:
-        """The line; `slots`: of the cache, full ones and all, None where there is none."""
+    def line(self, slots: tuple[int, int] | None) -> list[str]:
+        """The parts of the line; `slots`: of the cache, full ones and all, None where there is none."""
         n = len(self._tokens)
         wall, stall, hits, looked, size = (sum(t[i] for t in self._tokens) for i in range(5))
         if not wall:
-            return ""
+            return []
         parts = [f"{n / (wall / 1e9):.1f} tok/s"]
         if looked:
             parts.append(f"{100 * hits / looked:.0f} % hit")
@@ -85,7 +96,18 @@ class Recent:
             parts += [f"{size / MiB / n:.1f} MiB/token", f"{100 * stall / wall:.0f} % waiting for reads"]
         if slots is not None and slots[1]:
             parts.append(f"cache {100 * slots[0] / slots[1]:.0f} % full")
-        return " | ".join(parts)
+        return parts
+
+
+def fitting(parts: Sequence[str], width: int) -> str:
+    """As many of the parts as `width` columns hold."""
+    line = ""
+    for part in parts:
+        longer = f"{line} | {part}" if line else part
+        if len(longer) > width:
+            break
+        line = longer
+    return line
 
 
 class LiveLine:
@@ -111,8 +133,8 @@ class LiveLine:
         self._slots, self._under, self._put, self._out = slots, under, put, out
         self._columns, self._now = columns, now
         self._recent = Recent()
-        self._line, self._drawn, self._next = "", False, 0.0
-        self._column, self._sure, self._width = 0, True, 0
+        self._line, self._drawn, self._next = list[str](), False, 0.0
+        self._column, self._sure, self._width = 0, True, columns()
 
     def write(self, text: str) -> None:
         """The text, on stdout. Raises OutputError."""
@@ -123,8 +145,9 @@ class LiveLine:
             return
         width = max(1, self._columns())
         place = follow(text, self._column, self._sure and width == self._width, width, self._cells)
-        if place.left or not place.sure:
-            self._erase()
+        may = place.sure and place.column <= width - _MARGIN
+        if place.left or not may:
+            self._erase()  # from a column that the terminal saves
         self._column, self._sure, self._width = place.column, place.sure, width
         self._out(text)
         if not self._drawn:
@@ -142,9 +165,10 @@ class LiveLine:
 
     def _draw(self) -> None:
         width = self._columns()
-        line = self._line[: max(0, width - 1)]
-        # Next to the end of a row the cursor may be waiting to wrap, which not every terminal saves.
-        if not line or (self._under and self._column > width - 3):
+        if self._under and (not self._sure or width != self._width or self._column > width - _MARGIN):
+            return
+        line = fitting(self._line, width - 1)
+        if not line:
             return
         self._put(f"{_MAKE_ROOM}{_BELOW}{line}{_BACK}" if self._under else f"\r{line}\x1b[K")
         self._drawn = True
@@ -157,7 +181,7 @@ class LiveLine:
     def close(self) -> None:
         """Takes the line away for good."""
         self._erase()
-        self._line = ""
+        self._line = []
 
 
 def on_terminal(slots: Callable[[], tuple[int, int] | None]) -> LiveLine:
