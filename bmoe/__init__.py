@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .errors import AbiError, BmoeError, MemoryBudgetError, ModelError, ReadError, UsageError
     from .metrics import GenerationResult, StreamCounters, Token
+    from .telemetry import TokenRecord
 
     __version__: str
 
@@ -27,6 +28,7 @@ _HOMES = {
     "engine": ("Engine",),
     "errors": ("AbiError", "BmoeError", "MemoryBudgetError", "ModelError", "ReadError", "UsageError"),
     "metrics": ("GenerationResult", "StreamCounters", "Token"),
+    "telemetry": ("TokenRecord",),
     "version": ("__version__",),
 }
 
@@ -42,6 +44,7 @@ __all__ = [
     "Sampling",
     "StreamCounters",
     "Token",
+    "TokenRecord",
     "UsageError",
     "__version__",
 ]

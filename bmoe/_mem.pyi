@@ -2,6 +2,11 @@ import os
 
 def trim_heap() -> None: ...
 
+class PageProbe:
+    n: int
+    def __init__(self, ranges: list[tuple[int, int]], most: int, step: int = 8) -> None: ...
+    def share(self) -> float | None: ...
+
 class Region:
     address: int
     size: int

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-from . import chat, commands, demo, llama, report
+from . import chat, commands, demo, llama, report, run_table
 from .config import DEFAULT_SNAPSHOTS, EngineConfig, Sampling
+from .diagnosis import diagnose
 from .drafting import add_draft_flags, spec_from_args
 from .engine import Engine
 from .errors import BmoeError, UsageError
@@ -27,12 +28,14 @@ from .flags import (
     add_model_flag,
     add_report_flags,
     add_streaming_flags,
+    add_telemetry_flags,
     add_trace_flags,
     check_output_flags,
     engine_settings,
 )
+from .run_output import CsvFile, ProgressLines, run_summary
 from .stopping import StopStrings
-from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, write
+from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, text_view, write
 from .version import __version__
 
 _AGAIN_S = 1.0  # a Ctrl-C this soon after another one changes nothing: the first is being served
@@ -81,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     add_trace_flags(p)
+    add_telemetry_flags(p)
     add_report_flags(p)
     return p
 
@@ -189,10 +193,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, tell: Say) -> int:
     n = 256 if args.n_predict is None else args.n_predict
+    outputs = _outputs(engine, args, sampling, n)
     generation = engine.generate(
-        prompt, max_tokens=n, sampling=sampling, stop_at_end=not args.ignore_eos, stop=args.stop
+        prompt,
+        max_tokens=n,
+        sampling=sampling,
+        stop_at_end=not args.ignore_eos,
+        stop=args.stop,
+        records=bool(outputs),
     )
     result, failure, code = generation.result, "", 0
+    text = text_view(not args.quiet and not args.progress, lambda: run_table.slots(engine))
     try:
         with ProgressView(enabled=not args.quiet) as view:
             engine.set_progress(view.update)
@@ -200,25 +211,47 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
         shown = 0
         for token in chain([first] if first is not None else [], generation):
             shown += len(token.text)
-            write(token.text)
+            text.write(token.text)
+            text.token(token)
+            for output in outputs:
+                output.token(token)
         # What was held back: the beginning of a stop string that did not come, or of a character.
-        write(result.text[shown:])
+        text.write(result.text[shown:])
     except KeyboardInterrupt:
         code, stop = INTERRUPTED, "interrupted"
     except OutputError as e:
         # The reader of stdout has gone (`| head`), or its disk is full.
         code, stop, failure = 1, "cancelled", str(e)
     finally:
+        text.close()
         generation.close()
-    result.stop = stop if code else result.stop
+        result.stop = stop if code else result.stop
+        for output in outputs:
+            output.close(run_summary(result))
     _end_text(patient=code != INTERRUPTED)
-    for line in report.summary_lines(engine, result):
+    found = diagnose(run_table.evidence(engine, result, sampling.greedy))
+    for line in report.closing_lines(engine, result, found, table=not args.progress and sys.stderr.isatty()):
         tell(line)
+    for output in outputs:
+        if output.failure:
+            say(f"bmoe: {output.failure}")
     if args.metrics_json:
-        report.write_json(args.metrics_json, report.metrics(engine, result, sampling))
+        report.write_json(args.metrics_json, report.metrics(engine, result, sampling, found))
     if failure:
         raise BmoeError(failure)
     return _interrupted() if code == INTERRUPTED else code
+
+
+def _outputs(engine: Engine, args: argparse.Namespace, sampling: Sampling, n: int) -> list[CsvFile | ProgressLines]:
+    """What takes the records of tokens."""
+    outputs: list[CsvFile | ProgressLines] = []
+    if args.csv is not None:
+        config = {**report.resolved_config(engine, sampling), "n_predict": n}
+        run = {"engine": f"bmoe-{__version__}", "model": str(engine.path), "arch": engine.arch, "config": config}
+        outputs.append(CsvFile(Path(args.csv), run))
+    if args.progress:
+        outputs.append(ProgressLines())
+    return outputs
 
 
 def _end_text(patient: bool) -> None:

@@ -15,12 +15,15 @@ import numpy.typing as npt
 from . import llama, mtp, osmem
 from .config import Sampling
 from .errors import BmoeError, ReadError, UsageError
-from .metrics import GenerationResult, Token
-from .speculation import Choice, FlashSplit, verify_steps
+from .meter import Meter
+from .metrics import GenerationResult, StreamCounters, Token
+from .speculation import Choice, Step, verify_steps
 from .stopping import StopStrings
+from .timing import DRAFT, GRAPH, LOOP, OUTPUT, Clock
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .recorder import Recorder
 
 IntArray = npt.NDArray[np.int32]
 
@@ -43,6 +46,7 @@ class Generation:
         stop_at_end: bool,
         script: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        records: bool = False,
     ) -> None:
         n_ctx = engine.context.n_ctx
         if not ids:
@@ -71,7 +75,9 @@ class Generation:
         self._chain: llama.SamplerChain | None = None
         self._width = 0
         self._ahead = engine.streamer.prefetch_counters()[4:]
-        self._graph_s = 0.0
+        self._records = records
+        self._clock = Clock()
+        self._graph_ns = 0
         self._script = script
         self._prompt_len = len(ids)
         self._steps = self._run(ids, max_tokens, sampling, stop_at_end)
@@ -113,30 +119,40 @@ class Generation:
     ) -> Generator[Token, None, None]:
         engine, result = self._engine, self.result
         started, faults = time.perf_counter(), osmem.major_faults()
-        zero = engine.counters()
         self._chain = (
             None
             if sampling.greedy
             else llama.SamplerChain(sampling.temp, sampling.top_k, sampling.top_p, sampling.seed)
         )
+        clock = self._clock = Clock()
+        meter = Meter(engine.counters, clock, result.flash_split)
+        zero, recorder = meter.start, None
         text = codecs.getincrementaldecoder("utf-8")("replace")
-        asked, mark = started, zero
         pieces: list[str] = []
-        prefilled, charged = False, FlashSplit()
-        stops = self._stops
+        prefilled, stops = False, self._stops
 
-        def emit(choice: Choice, decode_s: float) -> Token:
-            """The token of one choice, its text decoded, its cost what has passed since the one before."""
-            nonlocal mark, charged
+        def emit(choice: Choice, decode_s: float, step: Step | None) -> Token:
+            """The token of one choice, its text decoded, its cost what has passed since the one before.
+
+            `step`: what has decoded it, where it is the first token of that; None for all others.
+            """
+            index = len(result.token_ids)
             piece = "" if choice.end and stop_at_end else stops.feed(text.decode(choice.text))
             pieces.append(piece)
-            since, mark = mark, engine.counters()
-            flash, charged = result.flash_split.since(charged), result.flash_split.copy()
-            token = Token(
-                len(result.token_ids), choice.id, piece, time.perf_counter() - asked, decode_s, mark - since, flash
-            )
+            host = recorder.sample() if recorder else None
+            cost = meter.take()
+            if index:
+                result.decode_time = result.decode_time.plus(cost.time)
+                result.spec.draft_s = result.decode_time.draft / 1e9
+            else:
+                result.first_time = cost.time
+            record = recorder.record(index, choice.id, cost, step, host) if recorder and host else None
             result.token_ids.append(choice.id)
-            return token
+            wall_s = (cost.time.wall - cost.time.output) / 1e9
+            # Prefill has paid for the first token: only its record says so.
+            stream = cost.stream if index else StreamCounters()
+            clock.switch(OUTPUT)
+            return Token(index, choice.id, piece, wall_s, decode_s, stream, cost.flash, cost.time, record)
 
         def ended(choice: Choice) -> bool:
             """Whether the text ends with this choice; then notes why."""
@@ -147,37 +163,42 @@ class Generation:
             return bool(result.stop)
 
         try:
+            if self._records:
+                recorder = _recorder(engine, max_tokens)
             if engine.head is not None:
                 engine.head.run_graph = self.run_head
+            clock.switch(DRAFT)
             engine.drafter.begin(np.array(ids, np.int32))
+            clock.switch(LOOP)
             result.reused_tokens = self._keep_prefix(ids)
             self._prefill(ids, result.reused_tokens)
-            mark = engine.counters()
-            result.prefill, result.prefill_s = mark - zero, time.perf_counter() - started
-            prefilled, self._graph_s = True, 0.0
+            result.prefill, result.prefill_s = engine.counters() - zero, time.perf_counter() - started
+            prefilled = True
+            self._take_graph_s()
             if max_tokens == 0:
                 result.stop = "length"
                 return
             first = self._choose()
             result.ttft_s = time.perf_counter() - started
-            yield emit(first, 0.0)
-            asked = time.perf_counter()
+            decode_faults, decode_cpu = osmem.major_faults(), time.process_time()
+            yield emit(first, 0.0, None)
+            clock.switch(LOOP)
             if ended(first):
                 return
             engine.pace.begin()
             steps = verify_steps(
-                self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.pace
+                self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.pace, clock
             )
             for step in steps:
                 result.spec.count(step)
-                took, self._graph_s = self._graph_s, 0.0
+                took = self._take_graph_s()
                 result.decode_s += took
                 result.decode_steps += 1
                 self._charge(step.accepted)
                 for i, choice in enumerate(step.confirmed):
                     # A group's whole cost sits on its first token.
-                    yield emit(choice, took if i == 0 else 0.0)
-                    asked = time.perf_counter()
+                    yield emit(choice, 0.0 if i else took, None if i else step)
+                    clock.switch(LOOP)
                     if ended(choice):
                         return
             result.stop = "length"
@@ -200,6 +221,11 @@ class Generation:
             else:
                 result.prefill, result.prefill_s = engine.counters() - zero, result.total_s
             result.major_faults = osmem.major_faults() - faults
+            if result.token_ids:
+                result.decode_faults = osmem.major_faults() - decode_faults
+                result.decode_cpu_s = time.process_time() - decode_cpu
+            if recorder:
+                recorder.close()
             self.running = False
 
     # ---- the target that `verify_steps` drives ----------------------------------------------------
@@ -213,9 +239,7 @@ class Generation:
         head = self._engine.head
         if head is not None and head.behind > mtp.WIDTH:
             # Other sources have drafted for long.
-            started = time.perf_counter()
-            head.feed(self._engine.cached_ids)
-            self.result.spec.draft_s += time.perf_counter() - started
+            self._feed_head()
         if len(tokens) == 1:
             self._decode(tokens)
             return [self._choose()]
@@ -319,7 +343,7 @@ class Generation:
                 self.result.flash_split.charge(cause, total[0], again[0])
                 self._charge_ahead()
             if engine.head is not None:
-                engine.head.feed(engine.cached_ids)
+                self._feed_head()
         engine.report_progress("prefill", whole, whole)
 
     def _decode(
@@ -337,11 +361,12 @@ class Generation:
         context = engine.context
         engine.in_step = False
         engine.streamer.set_dropping(drop)
-        t0 = time.perf_counter()
+        engine.streamer.begin_graph()
+        self._clock.switch(GRAPH)
         try:
             code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
         finally:
-            self._graph_s += time.perf_counter() - t0
+            self._clock.switch(LOOP)
             if engine.traces:
                 engine.traces.batch(cause, len(engine.cached_ids), len(tokens))
         if code == 0:
@@ -358,6 +383,18 @@ class Generation:
         self._recover()
         self._give_up(code)
 
+    def _feed_head(self) -> None:
+        """The head catches up with the sequence."""
+        assert self._engine.head is not None
+        self._clock.switch(DRAFT)
+        self._engine.head.feed(self._engine.cached_ids)
+        self._clock.switch(LOOP)
+
+    def _take_graph_s(self) -> float:
+        """Seconds in the target's graphs since the last call."""
+        before, self._graph_ns = self._graph_ns, self._clock.totals[GRAPH]
+        return (self._graph_ns - before) / 1e9
+
     def run_head(self, graph: Callable[[], int], wanted: bool) -> None:
         """Runs a graph of the draft source's own (`bmoe.mtp.RunGraph`): all it reads is charged to the source."""
         engine = self._engine
@@ -365,6 +402,7 @@ class Generation:
             raise _Stopped
         engine.streamer.skip = not wanted
         engine.streamer.set_dropping(wanted)
+        engine.streamer.begin_graph(drafting=True)
         try:
             code = graph()
         finally:
@@ -418,6 +456,13 @@ class Generation:
             engine.cached_ids.clear()
             engine.context.clear()
         engine.in_step = True
+
+
+def _recorder(engine: Engine, max_tokens: int) -> Recorder:
+    # Loaded where it is asked for: other runs keep the memory.
+    from .recorder import Recorder
+
+    return Recorder(engine, max_tokens)
 
 
 class _Stopped(Exception):

@@ -370,6 +370,7 @@ class Engine:
         stop_at_end: bool = True,
         script: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        records: bool = False,
     ) -> Generation:
         """Starts a generation: iterate over it for tokens, then read `.result`.
 
@@ -378,11 +379,14 @@ class Engine:
         generation before are not computed again.
         `script`: token ids that the model is made to choose, one after the other, while every batch is decoded,
         streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
+        `records`: each token has its `TokenRecord`.
         Raises UsageError where the prompt is empty or longer than the context.
         """
         self._take_turn()
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._busy = generation = Generation(self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop)
+        self._busy = generation = Generation(
+            self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop, records
+        )
         return generation
 
     def score(self, ids: Sequence[int], first: int = 1, *, one_by_one: bool = False) -> Scoring:
@@ -437,7 +441,11 @@ class Engine:
         """Totals of the expert stream since opening."""
         streamer = self.streamer
         return StreamCounters(
-            *streamer.counters(), *self.lanes.counters(), *streamer.drop_counters(), *streamer.prefetch_counters()[:4]
+            *streamer.counters(),
+            *self.lanes.counters(),
+            *streamer.drop_counters(),
+            *streamer.prefetch_counters()[:4],
+            *streamer.spent(),
         )
 
     @property

@@ -96,6 +96,17 @@ def add_report_flags(p: argparse.ArgumentParser) -> None:
     g.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
 
 
+def add_telemetry_flags(p: argparse.ArgumentParser) -> None:
+    """--csv, --progress."""
+    g = p.add_argument_group("telemetry")
+    g.add_argument(
+        "--csv", metavar="PATH",
+        help="write a row for each token: where its time went, its bytes by cause, memory; python -m bmoe report "
+        "reads it",
+    )  # fmt: skip
+    g.add_argument("--progress", action="store_true", help="the same as a line of JSON for each token, on stderr")
+
+
 def add_trace_flags(p: argparse.ArgumentParser) -> None:
     """--route-trace, --io-trace, --cache-state."""
     g = p.add_argument_group("traces and warm starts")
@@ -109,8 +120,8 @@ def add_trace_flags(p: argparse.ArgumentParser) -> None:
 
 def check_output_flags(args: argparse.Namespace) -> None:
     """Raises UsageError where a file that the run is to write cannot be written, or is one that it reads."""
-    names = ("metrics_json", "route_trace", "io_trace", "cache_state")
-    outputs = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    names = ("metrics_json", "csv", "route_trace", "io_trace", "cache_state")
+    outputs = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names}
     inputs = [f for f in (args.model, args.file) if f and f != "-"]
     check_outputs({flag: Path(path) if path is not None else None for flag, path in outputs.items()}, inputs)
 

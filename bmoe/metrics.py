@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import add, sub
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .speculation import FlashSplit, SpecResult
+from .timing import NO_TIME, Spent, TimeSplit
+
+if TYPE_CHECKING:
+    from .telemetry import TokenRecord
 
 
 class StreamCounters(NamedTuple):
@@ -21,7 +25,10 @@ class StreamCounters(NamedTuple):
     `drop_positions` (layer, token) pairs decided, `drop_routed` routed experts of these, `dropped` those that fell,
     `drop_mass` the sum over the pairs of the share of the routing weights that fell. Read ahead: `guessed` experts,
     `guess_hits` misses that were found among them, `guess_cancelled` guesses taken back before they were read whole,
-    `guess_ns` time of guessing. A miss that had been read ahead counts as a miss: the cache did not have it.
+    `guess_ns` time of guessing. `compute_ns`, `wait_ns`, `manage_ns` and `build_ns` are of thread 0 in the target's
+    graphs: computing, waiting for reads, cache management, and what comes before the first node is computed;
+    `draft_...` the same in the draft source's graphs. A miss that had been read ahead counts as a miss: the cache did
+    not have it.
     """
 
     plans: int = 0
@@ -48,6 +55,14 @@ class StreamCounters(NamedTuple):
     guess_hits: int = 0
     guess_cancelled: int = 0
     guess_ns: int = 0
+    compute_ns: int = 0
+    wait_ns: int = 0
+    manage_ns: int = 0
+    build_ns: int = 0
+    draft_compute_ns: int = 0
+    draft_wait_ns: int = 0
+    draft_manage_ns: int = 0
+    draft_build_ns: int = 0
 
     def __sub__(self, other: StreamCounters) -> StreamCounters:
         return StreamCounters._make(map(sub, self, other))
@@ -55,6 +70,14 @@ class StreamCounters(NamedTuple):
     def plus(self, other: StreamCounters) -> StreamCounters:
         """Sums; `+` of a tuple would put one after the other."""
         return StreamCounters._make(map(add, self, other))
+
+    @property
+    def spent(self) -> Spent:
+        """Thread 0's time in graphs, as `Streamer.spent` has it."""
+        return (
+            self.compute_ns, self.wait_ns, self.manage_ns, self.build_ns,
+            self.draft_compute_ns, self.draft_wait_ns, self.draft_manage_ns, self.draft_build_ns,
+        )  # fmt: skip
 
     @property
     def hit_rate(self) -> float | None:
@@ -75,7 +98,8 @@ class Token:
     `text` is what can be printed now: "" while a character is incomplete, or a stop string may have begun. `wall_s`
     is the time from asking for the token to having it; `decode_s` of that the model's graph (0.0 for the first,
     which prefill has paid for). `flash`: bytes read by cause, and the re-reads among them, of what was charged since
-    the token before. Of the tokens that one verify batch confirms, the first has the whole batch's cost.
+    the token before. `time`: where the time since the token before went. Of the tokens that one verify batch confirms,
+    the first has the whole batch's cost. `record`: all of it in one row, where the generation was asked for it.
     """
 
     index: int
@@ -85,6 +109,8 @@ class Token:
     decode_s: float
     stream: StreamCounters
     flash: dict[str, tuple[int, int]]
+    time: TimeSplit = NO_TIME
+    record: TokenRecord | None = None
 
 
 @dataclass
@@ -95,7 +121,9 @@ class GenerationResult:
     have), "cancelled", "interrupted", "error".
 
     `prefill_tokens`: prompt tokens that were computed, without the `reused_tokens` kept from the generation before;
-    fewer than the rest of the prompt where prefill was stopped.
+    fewer than the rest of the prompt where prefill was stopped. `first_time`: where the time up to the first token
+    went, `decode_time`: from there to the last token; `major_faults` of the process, `decode_faults` of these after the
+    first token; `decode_cpu_s`: CPU of the process after the first token, all threads.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -111,6 +139,10 @@ class GenerationResult:
     decode_steps: int = 0
     total_s: float = 0.0
     major_faults: int = 0
+    decode_faults: int = 0
+    decode_cpu_s: float = 0.0
+    first_time: TimeSplit = NO_TIME
+    decode_time: TimeSplit = NO_TIME
     prefill: StreamCounters = field(default_factory=StreamCounters)
     decode: StreamCounters = field(default_factory=StreamCounters)
     spec: SpecResult = field(default_factory=SpecResult)

@@ -21,7 +21,7 @@ import psutil
 MiB = 1 << 20
 
 # An unlimited v1 cgroup shows LONG_MAX rounded down to a page, and pages differ: no real limit is near it.
-_UNLIMITED = 1 << 62
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,18 @@ def major_faults() -> int:
 # --- cgroups ---
 
 
-def _limits(root: Path, pid: str) -> Iterator[CgroupLimit]:
-    """Every finite limit around `pid`, the own cgroup first, of both versions: a hybrid machine has two."""
+@dataclass(frozen=True)
+class CgroupLevel:
+    """One cgroup around this process that may count its memory; `top`: the outermost that can be seen."""
+
+    path: str
+    version: int
+    directory: Path
+    top: bool
+
+
+def cgroup_levels(root: Path = Path("/"), pid: str = "self") -> Iterator[CgroupLevel]:
+    """The cgroups around `pid`, the own one first, of both versions: a hybrid machine has two hierarchies."""
     own = _own_cgroups(root, pid)
     seen: set[tuple[int, int]] = set()
     for version, mount_root, mount_point in _memory_mounts(root, pid):
@@ -187,10 +197,15 @@ def _limits(root: Path, pid: str) -> Iterator[CgroupLimit]:
             if (status.st_dev, status.st_ino) in seen:  # the same hierarchy, mounted twice
                 continue
             seen.add((status.st_dev, status.st_ino))
-            top = directory == levels[-1][1]
-            limit = _read_v1(name, directory, top) if version == 1 else _read_v2(name, directory)
-            if limit is not None:
-                yield limit
+            yield CgroupLevel(name, version, directory, top=directory == levels[-1][1])
+
+
+def _limits(root: Path, pid: str) -> Iterator[CgroupLimit]:
+    """Every finite limit around `pid`, the own cgroup first."""
+    for at in cgroup_levels(root, pid):
+        read = _read_v1(at.path, at.directory, at.top) if at.version == 1 else _read_v2(at.path, at.directory)
+        if read is not None:
+            yield read
 
 
 def _own_cgroups(root: Path, pid: str) -> dict[int, str]:
@@ -286,7 +301,7 @@ def _read_v2(name: str, directory: Path) -> CgroupLimit | None:
 def _limit(
     name: str, version: int, limits: list[int | None], usage: int | None, reclaimable: int
 ) -> CgroupLimit | None:
-    finite = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
+    finite = [limit for limit in limits if limit is not None and limit < UNLIMITED]
     return CgroupLimit(name, version, min(finite), usage or 0, reclaimable) if finite else None
 
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import osmem
+from . import osmem, run_table
 from .config import Sampling
+from .diagnosis import Diagnosis
 from .engine import Engine
 from .errors import BmoeError
 from .files import write_whole
@@ -37,6 +38,20 @@ def opening_lines(engine: Engine) -> list[str]:
     return lines
 
 
+def closing_lines(engine: Engine, result: GenerationResult, found: Diagnosis, table: bool) -> list[str]:
+    """The end of a run: what it did, as lines or as a `table` for a person, and what bounds it."""
+    if not table:
+        return [*summary_lines(engine, result), found.sentence]
+    rows = run_table.facts_table(engine, result)
+    times = run_table.time_table(result.decode_time, result.decoded)
+    lines = [*run_table.lay_out(rows), *run_table.lay_out(times), *spec_lines(result)]
+    if engine.cache is not None:
+        lines += prefetch_lines(engine, result)
+        lines += drop_lines(engine.config.drop_cold_experts, result.prefill, result.decode)
+        lines += [split_line(result), *extra_lines(engine)]
+    return [*lines, found.sentence]
+
+
 def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     """The end-of-run summary, a line for each subject."""
     lines = [
@@ -45,6 +60,7 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
         f"prefill: {result.prefill_tokens} tokens in {result.prefill_s:.2f} s ({_rate(result.prefill_tok_s)})"
         + (f", {result.reused_tokens} kept from before" if result.reused_tokens else "")
         + f", first token after {result.ttft_s:.2f} s, {result.prefill.bytes / MiB:.0f} MiB read",
+        compute_line(engine, result),
         f"memory: {result.major_faults} major faults, "
         f"{osmem.read_process_memory().peak_rss / MiB:.0f} MiB resident at most",
     ]
@@ -65,6 +81,18 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     if steps and result.decode_s:
         lines.append(_time_line(engine, decode, result))
     return lines + extra_lines(engine)
+
+
+def compute_line(engine: Engine, result: GenerationResult) -> str:
+    """How busy the processor was in decode, and where a token's time went."""
+    t, n = result.decode_time, result.decoded
+    if not n or t.wall <= 0:
+        return "compute: no decode step"
+    shares = ", ".join(f"{what} {100 * getattr(t, part) / t.wall:.1f} %" for part, what in run_table.PARTS)
+    return (
+        f"compute: {result.decode_cpu_s / (t.wall / 1e9):.2f} cores busy with {engine.config.threads} threads, "
+        f"{result.decode_faults / n:.1f} major faults/token; of {t.wall / 1e6 / n:.2f} ms/token: {shares}"
+    )
 
 
 def extra_lines(engine: Engine) -> list[str]:
@@ -168,8 +196,8 @@ def split_line(result: GenerationResult) -> str:
 
 
 def _time_line(engine: Engine, decode: StreamCounters, result: GenerationResult) -> str:
-    stall = decode.stall_ns / engine.config.threads / 1e9
-    plan = decode.plan_ns / 1e9
+    stall = (decode.wait_ns + decode.draft_wait_ns) / 1e9
+    plan = (decode.manage_ns + decode.draft_manage_ns) / 1e9
     name = "moe-overlap" if engine.config.overlap else "moe-serial"
     return (
         f"{name}: {1e3 * stall / result.decode_steps:.2f} ms/token stalled on reads "
@@ -181,7 +209,22 @@ def _rate(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f} tok/s"
 
 
-def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dict[str, Any]:
+def resolved_config(engine: Engine, sampling: Sampling) -> dict[str, Any]:
+    """Every setting of a run, resolved."""
+    return {
+        **engine.config.as_dict(),
+        "budget_bytes": engine.budget_bytes,
+        "direct_io": engine.lanes.direct,
+        "sampling": {
+            "temp": sampling.temp,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed,
+        },
+    }
+
+
+def metrics(engine: Engine, result: GenerationResult, sampling: Sampling, found: Diagnosis) -> dict[str, Any]:
     """The metrics object. `expert` is of decode; `prefill.expert` the same for prefill. Bytes and seconds."""
     budget, resident = engine.budget_bytes, engine.resident_bytes
     dropping = engine.config.drop_cold_experts
@@ -190,17 +233,7 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "version": __version__,
         "model": str(engine.path),
         "arch": engine.arch,
-        "config": {
-            **engine.config.as_dict(),
-            "budget_bytes": budget,
-            "direct_io": engine.lanes.direct,
-            "sampling": {
-                "temp": sampling.temp,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "seed": sampling.seed,
-            },
-        },
+        "config": resolved_config(engine, sampling),
         "cache": engine.decision.explain() if engine.decision else None,
         "token_ids": result.token_ids,
         "tokens": len(result.token_ids),
@@ -217,12 +250,16 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling) -> dic
         "decode_tok_s": result.decode_tok_s,
         "effective_tok_s": result.effective_tok_s,
         "decode_steps": result.decode_steps,
-        "stall_s": result.decode.stall_ns / 1e9 / engine.config.threads,
-        "plan_s": result.decode.plan_ns / 1e9,
+        "time": {"first_token": result.first_time.as_dict(), "decode": result.decode_time.as_dict()},
+        "bound": found.as_dict(),
+        "stall_s": (result.decode.wait_ns + result.decode.draft_wait_ns) / 1e9,
+        "plan_s": (result.decode.manage_ns + result.decode.draft_manage_ns) / 1e9,
         "expert_matmul_s": result.decode.moe_ns / 1e9,
         "disk_s": result.decode.disk_ns / 1e9,
         "lane_cpu_s": result.decode.lane_cpu_ns / 1e9,
         "major_faults": result.major_faults,
+        "decode_faults": result.decode_faults,
+        "decode_cpu_s": result.decode_cpu_s,
         "peak_rss_bytes": memory.peak_rss,
         "rss_bytes": memory.rss,
         "spec": {

@@ -143,7 +143,7 @@ class Scoring(Generation):
                 single = self._one_by_one and at >= first - 1
                 skip = max(0, first - 1 - at)
                 self._score(ids[at:end], skip, ids[at + 1 : end + 1], single)
-                took, self._graph_s = self._graph_s, 0.0
+                took = self._take_graph_s()
                 since, mark = mark, engine.counters()
                 if single:
                     result.decode, result.decode_s = result.decode.plus(mark - since), result.decode_s + took

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .pacing import Always, Pace
+from .timing import DRAFT, LOOP, Clock
 
 Tokens = npt.NDArray[np.int32]
 
@@ -72,12 +73,11 @@ class Drafter(Protocol):
 
 
 class Step(NamedTuple):
-    """One verify batch: the tokens it confirmed, how many were drafted and accepted, what drafting took, seconds."""
+    """One verify batch: the tokens it confirmed, how many were drafted and accepted."""
 
     confirmed: list[Choice]
     drafted: int
     accepted: int
-    draft_s: float
 
 
 def accepted_prefix(draft: Sequence[int], choices: Sequence[Choice]) -> int:
@@ -96,15 +96,16 @@ def verify_steps(
     wanted: int,
     widest: int,
     pace: Pace | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[Step]:
     """Decodes greedily from `first`, which is chosen but not yet decoded, drafting where the drafter can.
 
     `history`: the tokens before `first`; it is extended in place by what is confirmed. `wanted`: how many more
     tokens are asked for; a draft never reaches past them, nor past the target's room, nor `widest` tokens, and `pace`
-    (None: `Always`) decides how much of it is verified. The confirmed tokens are, one after the other, what
-    single-token greedy decoding by this target gives.
+    (None: `Always`) decides how much of it is verified. Drafting is charged to `clock`. The confirmed tokens are, one
+    after the other, what single-token greedy decoding by this target gives.
     """
-    pace = pace or Always()
+    pace, clock = pace or Always(), clock or Clock()
     buffer = np.empty(max(256, 2 * len(history)), np.int32)
     buffer[: len(history)] = history
     filled = len(history)
@@ -115,7 +116,7 @@ def verify_steps(
             choices = target.decode(np.array(history[-1:], np.int32))
             history.append(choices[0].id)
             wanted -= 1
-            yield Step([choices[0]], 0, 0, 0.0)
+            yield Step([choices[0]], 0, 0)
             continue
         n = len(history)
         if n > len(buffer):
@@ -123,18 +124,22 @@ def verify_steps(
         buffer[filled:n] = history[filled:]
         filled = n
         started = perf_counter()
+        clock.switch(DRAFT)
         drafter.free_only = not pace.ready()
         draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
         if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "", drafter.matched)) < len(draft):
             drafter.trim(keep)
             draft = draft[:keep]
+        clock.switch(LOOP)
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
         accepted = accepted_prefix(draft.tolist(), choices)
         if accepted < len(draft):
             target.drop(len(draft) - accepted)
         if len(draft):
+            clock.switch(DRAFT)
             drafter.accept(accepted)
+            clock.switch(LOOP)
         confirmed = list(choices[: accepted + 1])
         tokens = [c.id for c in confirmed]
         # A plain step is compared without what was spent on a draft that was not used.
@@ -142,7 +147,7 @@ def verify_steps(
         pace.note(tokens, len(draft), accepted, perf_counter() - started - wasted, wasted)
         history.extend(tokens)
         wanted -= len(confirmed)
-        yield Step(confirmed, len(draft), accepted, draft_s)
+        yield Step(confirmed, len(draft), accepted)
 
 
 CAUSES = ("prefill", "base", "accepted", "rejected", "draft_source", "prefetch_used", "prefetch_wasted", "recovery")
@@ -195,7 +200,8 @@ class SpecResult:
     """What speculation did in one generation. `type`: the drafters, "none" without; seconds.
 
     `decodes` are verify batches and plain decodes together, `drafted_steps` those that had a draft.
-    `recoveries`: times that a rejected tail could not be taken back and the sequence was decoded again.
+    `draft_s`: drafting, the head's graphs
+    included. `recoveries`: times that a rejected tail could not be taken back and the sequence was decoded again.
     """
 
     type: str = "none"
@@ -216,7 +222,6 @@ class SpecResult:
         self.decodes += 1
         self.drafted_steps += step.drafted > 0
         self.confirmed += len(step.confirmed)
-        self.draft_s += step.draft_s
 
     @property
     def acceptance(self) -> float | None:

@@ -56,7 +56,8 @@ def dense_runs(tensors: Sequence[Tensor]) -> list[Run]:
 class Weights:
     """Owns the memory that a model's tensors point at. Close it after the model.
 
-    `dense_bytes`: memory that the dense weights take when all of them are resident.
+    `dense_bytes`: memory that the dense weights take when all of them are resident; `dense`: where that is, as
+    (address, bytes).
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -66,6 +67,7 @@ class Weights:
         self.dense_bytes = 0
         self.bytes_read = 0
         self.note = ""
+        self.dense: list[tuple[int, int]] = []
 
     def place(
         self,
@@ -89,6 +91,7 @@ class Weights:
         if mode in ("mmap", "warm"):
             for m in self.maps:
                 m.guard()
+            self.dense = [(self.maps[run.file].address + run.start, run.end - run.start) for run in runs]
             for t in dense:
                 model.place(t.name, self.maps[t.file].address + t.offset)
             if mode == "warm":
@@ -102,6 +105,7 @@ class Weights:
                 self.bytes_read = self.dense_bytes
             return
         self.region = _mem.Region(self.dense_bytes)
+        self.dense = [(self.region.address, self.dense_bytes)]
         address, windows = self.region.address, []
         for run in runs:
             for t in run.tensors:

@@ -28,6 +28,7 @@ cdef extern from "<fcntl.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     ssize_t pread(int fd, void *buf, size_t count, int64_t offset)
+    int usleep(unsigned int us)
 
 cdef extern from "<stdlib.h>" nogil:
     int posix_memalign(void **out, size_t alignment, size_t size)
@@ -46,6 +47,7 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_cond_destroy(pthread_cond_t *c)
 
 DEF ALIGN = 4096
+DEF SLOW_US = 2000
 ALIGNMENT = ALIGN
 """Alignment of every direct read, bytes: covers 512 and 4096 byte logical blocks."""
 IO_ROW = [
@@ -112,6 +114,8 @@ cdef void _do_read(Pool *p, Read *r, int lane) noexcept nogil:
     cdef int64_t got = 0, t0 = bm_now_ns(), c0 = bm_thread_cpu_ns()
     cdef int code = 0, fd = f.direct if f.use_direct else -1
     cdef bint whole = False
+    if p.sabotage == 4:
+        usleep(SLOW_US)
     if p.sabotage == 3:
         _fail(p, r, 5, 0)
         if p.io != NULL:
@@ -461,7 +465,8 @@ cdef class Lanes:
     def sabotage(self, int mode):
         """Fault injection for the tests that show that a gate can fail. Not for anything else.
 
-        0 off; 1 a read counts as done before it is; 2 a byte of each slice is flipped; 3 each read fails.
+        0 off; 1 a read counts as done before it is; 2 a byte of each slice is flipped; 3 each read fails; 4 each
+        takes 2 ms longer.
         """
         self.pool.sabotage = mode
 

@@ -5,6 +5,7 @@ import os
 
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
 
 from .errors import MemoryBudgetError, ModelError
 
@@ -13,6 +14,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int munmap(void *addr, size_t length)
     int madvise(void *addr, size_t length, int advice)
     int mlock(const void *addr, size_t length)
+    int mincore(void *addr, size_t length, unsigned char *vec)
     int PROT_READ
     int PROT_WRITE
     int MAP_PRIVATE
@@ -34,9 +36,59 @@ cdef extern from "sigbus.h" nogil:
 cdef extern from "<malloc.h>" nogil:
     int malloc_trim(size_t pad)
 
+DEF PAGE = 4096
 DEF HUGE = 2 << 20
 DEF POPULATE_READ = 22
 DEF POPULATE_WRITE = 23
+
+
+cdef class PageProbe:
+    """Whether pages, spread evenly over `ranges` of (address, bytes), are in memory; at most `most` of them.
+
+    For a map of a file that is the page cache, whoever holds it. The first `share()` looks at all of them, each later
+    one at the next `step`, and all give the share of them that was there when last looked at: 0 to 1, None where there
+    are no pages or the kernel does not tell. It must not be called after a range is gone.
+    """
+
+    cdef uintptr_t *pages
+    cdef unsigned char *there
+    cdef readonly int n
+    cdef int step, at, sum
+
+    def __cinit__(self, list ranges, int most, int step=8):
+        cdef int i
+        # Each range's whole pages, by the first of them that the probe counts.
+        spans = [((a + PAGE - 1) // PAGE, (a + n) // PAGE) for a, n in ranges]
+        spans = [(first, end) for first, end in spans if end > first]
+        total = sum([end - first for first, end in spans])
+        self.n = min(most, total)
+        self.step = -1 - step
+        self.pages = <uintptr_t *>malloc(sizeof(uintptr_t) * max(self.n, 1))
+        self.there = <unsigned char *>calloc(max(self.n, 1), 1)
+        at, done = 0, 0
+        for i in range(self.n):
+            wanted = (2 * i + 1) * total // (2 * self.n)
+            while wanted >= done + spans[at][1] - spans[at][0]:
+                done += spans[at][1] - spans[at][0]
+                at += 1
+            self.pages[i] = (spans[at][0] + wanted - done) * PAGE
+
+    def share(self):
+        cdef unsigned char now
+        cdef int n = self.step
+        if n < 0:
+            n, self.step = self.n, -1 - self.step
+        for _ in range(min(n, self.n)):
+            if mincore(<void *>self.pages[self.at], PAGE, &now):
+                return None
+            self.sum += (now & 1) - self.there[self.at]
+            self.there[self.at] = now & 1
+            self.at = (self.at + 1) % self.n
+        return <double>self.sum / self.n if self.n else None
+
+    def __dealloc__(self):
+        free(self.pages)
+        free(self.there)
 
 
 def trim_heap():

@@ -226,6 +226,19 @@ cdef class Streamer:
         return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
                 m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
 
+    def begin_graph(self, bint drafting=False):
+        """A graph follows; `drafting`: of the draft source. What is counted by graph, `spent`, needs to be told."""
+        self.m.account = drafting
+        self.m.node_mark = 0
+        self.m.begun_ns = bm_now_ns()
+
+    def spent(self):
+        """Running totals of thread 0's time in graphs, ns: computing (waiting for other compute threads included),
+        waiting for reads, managing the cache, building (from `begin_graph` until the first node is computed); of the
+        target's graphs, then of the draft source's."""
+        cdef Moe *m = &self.m
+        return tuple([m.spent[i][j] for i in range(2) for j in range(SPENT)])
+
     def count_uses(self):
         """Counts the routed rows of each expert from now on; see `uses`."""
         cdef Moe *m = &self.m

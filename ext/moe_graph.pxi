@@ -98,6 +98,7 @@ cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
     cdef Moe *m = <Moe *>userdata
     cdef bm_custom_params cp
     cdef Part *p
+    m.node_mark = 0
     if not ask or not m.running:
         return not ask
     if t.op == ggml().op_custom:
@@ -121,6 +122,13 @@ cdef c_bool _on_node(bm_tensor *t, c_bool ask, void *userdata) noexcept nogil:
 cdef c_bool _on_abort(void *userdata) noexcept nogil:
     cdef Moe *m = <Moe *>userdata
     cdef int64_t now = bm_now_ns()
+    # Called by thread 0, after each node.
+    if m.node_mark:
+        m.spent[m.account][SPENT_COMPUTE] += now - m.node_mark
+    elif m.begun_ns:
+        m.spent[m.account][SPENT_BUILD] += now - m.begun_ns
+        m.begun_ns = 0
+    m.node_mark = now
     if now - m.last_signal_ns > SIGNAL_NS:
         m.last_signal_ns = now
         with gil:

@@ -61,6 +61,13 @@ cdef void _rows(Moe *m, Part *p, bm_tensor *dst, int x, int c, int nc, int ith) 
         r = top
 
 
+cdef inline void _spend(Moe *m, int what, int64_t *since) noexcept nogil:
+    # Charges what has passed on thread 0.
+    cdef int64_t now = bm_now_ns()
+    m.spent[m.account][what] += now - since[0]
+    since[0] = now
+
+
 cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexcept nogil:
     cdef Part *p = <Part *>userdata
     cdef Moe *m = <Moe *>p.moe
@@ -71,19 +78,27 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
     cdef int *left
     cdef int seq, x, c, r
     cdef bint progress, unread
-    cdef int64_t t0 = bm_now_ns(), t
+    cdef int64_t t0 = bm_now_ns(), t, since = t0
+    if ith == 0 and m.node_mark:
+        m.spent[m.account][SPENT_COMPUTE] += t0 - m.node_mark
     if m.skip:
         if ith == 0:
+            m.node_mark = t0
             memset(dst.data, 0, sizeof(float) * <size_t>(dst.ne[0] * dst.ne[1] * dst.ne[2]))
         return
     if p.first and ith == 0:
         _make_plan(m, p, dst)
+        since = bm_now_ns()
     if quantize:
         _quantize(m, dst.src[1], tr.vec_dot_type, ith, nth)
     if p.first or quantize:
         bm_barrier_wait(&m.barrier, nth)
     if p.first and ith == nth - 1 and (m.prefetch or m.predict_log):
+        if ith == 0:
+            _spend(m, SPENT_COMPUTE, &since)
         _guess(m, p, dst)
+        if ith == 0:
+            _spend(m, SPENT_MANAGE, &since)
     if m.drop.n_gone:
         drop_zero(&m.drop, dst, m.rows + 2 * m.x_start[m.n_x], ith, nth)
     next_chunk = m.next_chunk + p.order * m.max_expert
@@ -107,17 +122,27 @@ cdef void _expert_matmul(bm_tensor *dst, int ith, int nth, void *userdata) noexc
                 progress = True
                 if m.x_place[x] < 0 and bm_add(&left[x], -1) == 1:
                     r = m.x_ring[p.order * m.max_expert + x]
+                    if ith == 0:
+                        _spend(m, SPENT_COMPUTE, &since)
                     bm_spin_lock(&m.issue_lock)
                     m.ring_free[m.n_ring_free] = r
                     m.n_ring_free += 1
                     bm_spin_unlock(&m.issue_lock)
                     _issue(m)
+                    if ith == 0:
+                        _spend(m, SPENT_MANAGE, &since)
         # An expert that was ready but whose last chunk another thread took is nothing to wait for.
         if not unread or bm_load(&m.pool.failed):
             break
         if not progress:
+            if ith == 0:
+                _spend(m, SPENT_COMPUTE, &since)
             t = bm_now_ns()
             pool_wait_progress(m.pool, seq)
             bm_add64(&m.stall_ns, bm_now_ns() - t)
+            if ith == 0:
+                _spend(m, SPENT_WAIT, &since)
     if ith == 0:
-        m.moe_ns += bm_now_ns() - t0
+        _spend(m, SPENT_COMPUTE, &since)
+        m.node_mark = since
+        m.moe_ns += since - t0

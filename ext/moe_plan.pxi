@@ -243,7 +243,8 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     m.n_plans += 1
     m.plan_ns += bm_now_ns() - t0
     _issue(m)
+    _spend(m, SPENT_MANAGE, &t0)
     if not m.overlap:
-        t0 = bm_now_ns()
         pool_wait_idle(m.pool)
         bm_add64(&m.stall_ns, (bm_now_ns() - t0) * m.n_threads)
+        _spend(m, SPENT_WAIT, &t0)

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 SUMMARIES = {
     "perplexity": "how well a model predicts a text",
+    "report": "what --csv files say",
     "trace": "what a trace says",
     "seam": "whether the installed llama-cpp-python is as assumed",
 }

@@ -17,6 +17,11 @@ cdef enum:
     SCORE_NEXT = 1
     SCORE_PREVIOUS = 2
     SCORES = 3
+    SPENT_COMPUTE = 0  # nodes, and waiting for the other compute threads
+    SPENT_WAIT = 1     # for reads
+    SPENT_MANAGE = 2   # planning, queueing reads, guessing
+    SPENT_BUILD = 3    # until the first node of a graph has been computed
+    SPENT = 4
 
 cdef struct Segment:  # the expert matmuls of one layer that follow each other in a graph
     int n
@@ -157,6 +162,11 @@ cdef struct Moe:
     int64_t plan_ns
     int64_t stall_ns       # summed over compute threads
     int64_t moe_ns         # thread 0, inside expert matmuls
+    # Where thread 0's time in a graph goes, from `begin_graph` to the end of its last node.
+    int64_t begun_ns       # when it was; 0: the first node has ended
+    int account            # of the graph that runs: 0 the target's, 1 the draft source's
+    int64_t node_mark      # when the last node ended; 0: none of this graph has
+    int64_t spent[2][SPENT]
     int n_positions
     int64_t *position_bytes    # [n_positions] bytes read for the expert whose earliest row is at that position
     int64_t *position_rereads  # of these, bytes of experts that had been read before
