@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _mem, llama, mtp, osmem
+from . import _mem, llama, mtp, osmem, slots
 from .config import EngineConfig
 from .errors import MemoryBudgetError, UsageError
 from .gguf_file import ExpertLayer, ModelFile, Tensor, expert_layers, open_model_file
 from .llama_mtp import HeadContext, TargetRows
-from .planning import ContextPlan, base_rss, cache_sizes, context_plan, expert_override, experts_used
-from .sizing import CacheDecision, ModelSizes, advice, decide
+from .planning import ContextPlan, base_rss, cache_sizes, context_plan, expert_override, experts_used, spare_bytes
+from .sizing import CacheDecision, CacheRequest, MiB, ModelSizes, advice, decide
 from .weights import dense_runs
 
 
@@ -35,7 +35,7 @@ class Inspection:
     `file_bytes`: of all files; `dense`: the weights that stay in memory; `expert_bytes`: the routed experts as the
     file stores them; `token_bytes`: what one token routes of them; `quants`: bytes by type, the largest first.
     `decision`: the cache that a run would get; None for a dense model, and where a run would be `refused`, in its
-    own words. `advice`: what a run would say about it.
+    own words. `advice`: what a run would say about it. `overhead`: what the process holds besides.
     """
 
     file: ModelFile
@@ -52,6 +52,8 @@ class Inspection:
     shape: ContextPlan
     buffers: llama.BufferSizes
     sizes: ModelSizes
+    overhead: int
+    facts: osmem.MemoryFacts
     head: Head | None
     decision: CacheDecision | None
     refused: str = ""
@@ -67,6 +69,24 @@ class Inspection:
         """Bytes of the smallest and the largest expert."""
         sizes = [layer.expert_bytes for layer in self.layers] or [0]
         return min(sizes), max(sizes)
+
+    def share(self, budget: int) -> float:
+        """The part of all experts that has a slot with `budget` bytes."""
+        spare = spare_bytes(self.overhead)
+        plan = slots.plan_slots(self.layers, max(0, budget - max(0, -spare)), max(0, spare))
+        return sum(plan.class_slots) / sum(layer.n_expert for layer in self.layers)
+
+    def budget_of(self, share: float) -> int:
+        """The budget with which `share` of the experts has a slot, in whole MiB."""
+        return -(-(self.sizes.ring + int(share * (self.sizes.experts - self.sizes.ring))) // MiB) * MiB
+
+    def fits(self, budget: int) -> bool:
+        """Whether --cache-mb would grant `budget` bytes here."""
+        try:
+            decide(CacheRequest("fixed", -(-budget // MiB), force=True), self.sizes, self.facts)
+        except MemoryBudgetError:
+            return False
+        return True
 
 
 def inspect_model(path: Path, config: EngineConfig) -> Inspection:
@@ -96,10 +116,10 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
     in_experts = {t.name for layer in layers for t in layer.tensors}
     dense = sum(run.nbytes for run in dense_runs([t for t in file.tensors if t.name in names - in_experts]))
     sizes = cache_sizes(layers, n_used, dense, buffers, overhead)
-    decision, refused = None, ""
+    decision, refused, facts = None, "", osmem.read_memory_facts()
     if layers:
         try:
-            decision = decide(config.cache_request(), sizes, osmem.read_memory_facts())
+            decision = decide(config.cache_request(), sizes, facts)
         except MemoryBudgetError as e:
             refused = str(e)
     return Inspection(
@@ -117,6 +137,8 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
         shape=shape,
         buffers=buffers,
         sizes=sizes,
+        overhead=overhead,
+        facts=facts,
         head=_head(file, n_used, n_heads > 0),
         decision=decision,
         refused=refused,

@@ -27,6 +27,8 @@ FEWEST = 6
 TAILS = (0.0, 0.2, 0.4, 0.7, 1.0)
 PROMPT, DECODE = 128, 128
 """A hit rate is that of so many decoded tokens after a prompt of so many."""
+MARGIN = 0.03
+"""Half the width of the narrowest range: the median error on recorded routes is 2.2 points."""
 LAYERS = 24
 """Layers that are drawn, at most: more make the answer smoother, not different."""
 _DRAWS = 240
@@ -177,8 +179,13 @@ def hit_rates(
         for law in (laws.low, laws.mid, laws.high)
         for routes in [draw(law, n_layers, n_expert, n_used, PROMPT + DECODE, seed=1)]
     ]
-    # The bounds are draws too: where chance puts them the other way round, the middle is the bound.
-    return [HitRange(min(a, b), b, max(b, c)) for a, b, c in zip(*found, strict=True)]
+    return [_at_least(share, *rates) for share, *rates in zip(shares, *found, strict=True)]
+
+
+def _at_least(share: float, low: float, mid: float, high: float) -> HitRange:
+    """A range that is no narrower than what a few tokens can tell; exact where no expert has a slot."""
+    margin = MARGIN if share > 0 else 0.0
+    return HitRange(max(0.0, min(low, mid - margin)), mid, min(1.0, max(high, mid + margin)))
 
 
 def recorded_hit_rate(share: float) -> HitRange:

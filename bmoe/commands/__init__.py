@@ -11,7 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Protocol, cast
 
-SUMMARIES = {"perplexity": "how well a model predicts a text", "trace": "what a trace says"}
+SUMMARIES = {
+    "inspect": "what a model takes, and how fast it will run here",
+    "perplexity": "how well a model predicts a text",
+    "trace": "what a trace says",
+}
 
 
 class Command(Protocol):
