@@ -29,7 +29,6 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench import cgroup
-from bench.make_model import make_model
 
 MiB = 1 << 20
 NAMES = ("none", "20 %", "35 %", "50 %", "100 %")
@@ -79,6 +78,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
             "mean_tok_s": len(tokens) / sum(t.decode_s for t in tokens),
             "hit": hits / (hits + misses),
             "prompt_tokens": len(prompt),
+            "share": sum(engine.plan.class_slots) / sum(layer.n_expert for layer in engine.layers),
         }
 
 
@@ -98,13 +98,17 @@ def run(command: list[str], cap_mib: int | None) -> dict[str, Any]:
     return result
 
 
-def measure(model: str, name: str, args: argparse.Namespace, cap: bool, number: int) -> dict[str, Any]:
-    """One inspect and one generation with the budget that its row `name` has."""
-    inspect = [sys.executable, "-m", "bmoe", "inspect", model, "--overlap", "-c", "1024", "--json"]
-    base = run([*inspect, "--no-measure"], None)
+def inspect_command(model: str) -> list[str]:
+    return [sys.executable, "-m", "bmoe", "inspect", model, "--overlap", "-c", "1024", "--json"]
+
+
+def measure(
+    model: str, name: str, base: dict[str, Any], args: argparse.Namespace, cap: bool, number: int
+) -> dict[str, Any]:
+    """One inspect and one generation with the budget that its row `name` has. `base`: an inspect without measuring."""
     budget = next(row["budget"] for row in base["predictions"] if row["name"] == name)
     cap_mib = budget // MiB + base["bytes"]["dense"] // MiB + BESIDE_MIB if cap else None
-    seen = run(inspect, cap_mib)
+    seen = run(inspect_command(model), cap_mib)
     row = next(row for row in seen["predictions"] if row["name"] == name)
     command = [
         sys.executable, str(Path(__file__).resolve()), "speed", model, "--child", "--tokens", str(args.tokens),
@@ -124,10 +128,11 @@ def speed(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         for wanted in args.models or ["zipf", "uniform", "demo"]:
             path = _model(stack, wanted, args)
+            base = run([*inspect_command(path), "--no-measure"], None)
             cells: dict[str, list[dict[str, Any]]] = {name: [] for name in args.budgets}
             for number in range(args.rounds):
                 for name, runs in cells.items():
-                    runs.append(measure(path, name, args, not why, number))
+                    runs.append(measure(path, name, base, args, not why, number))
                     last = runs[-1]
                     print(
                         f"round {number + 1}/{args.rounds} {wanted} {name}: predicted "
@@ -154,8 +159,12 @@ def show(model: str, cells: dict[str, list[dict[str, Any]]]) -> int:
         ratios = [r["predicted"]["tok_s"]["mid"] / r["measured"]["tok_s"] for r in runs]
         middle = statistics.median(ratios)
         off += abs(middle - 1) > WITHIN
-        predicted, low, high = (statistics.median(r["predicted"]["tok_s"][k] for r in runs) for k in ("mid", "low", "high"))
-        inside = sum(r["predicted"]["tok_s"]["low"] <= r["measured"]["tok_s"] <= r["predicted"]["tok_s"]["high"] for r in runs)
+        predicted, low, high = (
+            statistics.median(r["predicted"]["tok_s"][k] for r in runs) for k in ("mid", "low", "high")
+        )
+        inside = sum(
+            r["predicted"]["tok_s"]["low"] <= r["measured"]["tok_s"] <= r["predicted"]["tok_s"]["high"] for r in runs
+        )
         hit = (statistics.median(100 * r["predicted"]["hit_rate"]["mid"] for r in runs),
                statistics.median(100 * r["measured"]["hit"] for r in runs))  # fmt: skip
         values = (
@@ -175,6 +184,8 @@ def _model(stack: ExitStack, wanted: str, args: argparse.Namespace) -> str:
         return str(demo.model_path())
     if wanted not in ("zipf", "uniform"):
         return wanted
+    from bench.make_model import make_model  # not in the children: what a process holds comes out of small budgets
+
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bmoe-inspect-", dir=args.dir)))
     path = place / f"{wanted}.gguf"
     make_model(path, "qwen3-30b-a3b", layers=12, router=wanted, zipf_s=1.3 if wanted == "zipf" else 1.0)
@@ -210,8 +221,8 @@ def traces(args: argparse.Namespace) -> int:
                 routes[t, i, decoded[layer][t]] = True
         whole = sum(trace.expert_bytes.values()) * trace.n_expert
         truth = [CacheReplay.of_budget(trace, int(share * whole), "votes").run().rate(1) or 0.0 for share in SHARES]
-        for found, value in zip(limits, truth, strict=True):
-            found.append(100 * value)
+        for column, value in zip(limits, truth, strict=True):
+            column.append(100 * value)
         print(f"{trace.name}: {len(layers)} layers, {n_used} of {trace.n_expert}, {n} decoded tokens")
         print(f"{'from token':<14}" + "".join(f"{f'{100 * share:g} %':>22}" for share in SHARES))
         print(f"{'recorded':<14}" + "".join(f"{100 * value:>22.1f}" for value in truth))
@@ -242,8 +253,10 @@ def main() -> int:
     p.add_argument("what", choices=["speed", "traces"])
     p.add_argument("models", nargs="*", metavar="MODEL|TRACE")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--budgets", type=lambda s: s.split(","), default=list(NAMES), help=f"of the table ({','.join(NAMES)})")
-    p.add_argument("--tokens", type=int, default=64)
+    p.add_argument(
+        "--budgets", type=lambda s: s.split(","), default=list(NAMES), help=f"of the table ({','.join(NAMES)})"
+    )
+    p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--prompt-tokens", type=int, default=128)
     p.add_argument("--dir", type=Path, help="where models are made (the system's temporary directory)")
     p.add_argument("--out", type=Path, help="write every run here, as JSON")

@@ -165,9 +165,7 @@ class Engine:
             )
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
-        self.widest_draft = (
-            min(shape.longest, self.context.n_snapshots) if self.context.recurrent else shape.longest
-        )
+        self.widest_draft = min(shape.longest, self.context.n_snapshots) if self.context.recurrent else shape.longest
         self.pace = make_pace(config.draft.policy)
         self.buffers = self.context.buffers
         self.head: mtp.MtpSource | None = None
@@ -197,9 +195,7 @@ class Engine:
     ) -> None:
         """The head's context beside the target's: the same hook, so that its experts are streamed like all others."""
         with osmem.allocations_within(osmem.read_memory_facts().available()):
-            context = HeadContext(
-                self.model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, **hooks
-            )
+            context = HeadContext(self.model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, **hooks)
         stack.callback(context.close)
         self.target_rows = TargetRows(self.context)
         self.head = mtp.MtpSource(context, min(config.draft.draft, self.widest_draft), config.draft.mtp_p_min)

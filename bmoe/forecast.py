@@ -16,11 +16,13 @@ SHARES = (10, 20, 35, 50, 100)
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured at the file. `curve` and `seen` are None where too little could be."""
+    """What was measured at the file. `uncached`: the curve without a cache, where everything is read. Curves and what
+    was `seen` of the routes are None where too little could be."""
 
     disk: DiskSpeed
     probe: Probe
     curve: TimeCurve | None
+    uncached: TimeCurve | None
     seen: Observed | None
     laws: LawRange | None
 
@@ -31,7 +33,9 @@ def measure(found: Inspection, progress: Progress | None = None) -> Measured:
     probe = run_probe(Path(found.file.paths[0]), found.config, found.sizes.working_set, progress)
     seen = observe(probe.routes)
     laws = fit(seen, found.n_expert, min(found.n_used, found.n_expert)) if seen is not None else None
-    return Measured(disk, probe, fit_curve(probe.samples), seen, laws)
+    uncached = fit_curve(probe.uncached)
+    # What tokens take without waiting is all that is known where there was no memory for a cache.
+    return Measured(disk, probe, fit_curve(probe.samples) or uncached, uncached, seen, laws)
 
 
 def budgets(found: Inspection) -> list[tuple[str, int]]:
@@ -47,9 +51,11 @@ def budgets(found: Inspection) -> list[tuple[str, int]]:
 def forecast(found: Inspection, measured: Measured | None, rows: list[tuple[str, int]]) -> list[Prediction]:
     """What to expect of each budget."""
     shares = [found.share(budget) for _, budget in rows]
-    curve = measured.curve if measured is not None else None
     out = []
     for (name, budget), share, hits in zip(rows, shares, _hits(found, measured, shares), strict=True):
+        curve = None
+        if measured is not None:
+            curve = measured.curve if share else measured.uncached
         out.append(predict(name, budget, share, found.fits(budget), hits, found.token_bytes, curve))
     return out
 

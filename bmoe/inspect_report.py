@@ -81,12 +81,13 @@ def measured_lines(found: Inspection, measured: Measured | None) -> list[str]:
     if curve is None:
         lines.append("token: no time could be measured")
     else:
-        hot, cold = 1e3 * curve.seconds(0.0), 1e3 * curve.seconds(1.0)
+        hot, cold = 1e3 * curve.seconds(0.0), 1e3 * (measured.uncached or curve).seconds(1.0)
         mode = "overlapped" if found.config.overlap else "serial (--overlap would compute while it reads)"
         there = "with all its experts in the cache" if curve.hot else "without its waiting for reads"
+        n = len(probe.samples) + len(probe.uncached)
         lines.append(
-            f"token: {hot:.4g} ms {there}, {cold:.4g} ms with none, {mode}, {found.config.n_threads()} threads; "
-            f"{len(probe.samples)} tokens in {probe.seconds:.1f} s, spread {100 * curve.spread:.0f} %"
+            f"token: {hot:.4g} ms {there}, {cold:.4g} ms without a cache, {mode}, {found.config.n_threads()} threads; "
+            f"{n} tokens in {probe.seconds:.1f} s, spread {100 * curve.spread:.0f} %"
         )
     if measured.seen is None:
         lines.append("hits: those of recorded routes of three other models: too few tokens were run to see this one's")
@@ -108,9 +109,7 @@ def table(found: Inspection, rows: list[Prediction]) -> list[str]:
         read = _span(Range(row.read.low / MiB, row.read.mid / MiB, row.read.high / MiB), ".4g")
         speed = _span(row.tok_s, ".3g") if row.tok_s is not None else "unknown"
         fit = "" if row.fits else "  (more than fits here)"
-        lines.append(
-            f"{row.name:<10}{_mib(row.budget):>8}{100 * row.share:>7.0f} %   {hits:<17}{read:<24}{speed}{fit}"
-        )
+        lines.append(f"{row.name:<10}{_mib(row.budget):>8}{100 * row.share:>7.0f} %   {hits:<17}{read:<24}{speed}{fit}")
     if found.config.drop_cold_experts is not None or found.config.prefetch != "off":
         lines.append("note: what --drop-cold-experts and --prefetch change is not predicted")
     return lines
@@ -183,10 +182,11 @@ def as_dict(found: Inspection, measured: Measured | None, rows: list[Prediction]
 def _measured(measured: Measured) -> dict[str, Any]:
     curve, probe = measured.curve, measured.probe
     return {
-        "tokens": len(probe.samples),
+        "tokens": len(probe.samples) + len(probe.uncached),
         "seconds": probe.seconds,
         "cache": probe.cache,
         "token_s": [list(point) for point in curve.points] if curve is not None else None,
+        "uncached_s": measured.uncached.seconds(1.0) if measured.uncached is not None else None,
         "hot": curve.hot if curve is not None else None,
         "spread": curve.spread if curve is not None else None,
         "routes": asdict(measured.seen) if measured.seen is not None else None,

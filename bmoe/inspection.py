@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import _mem, llama, mtp, osmem, slots
 from .config import EngineConfig
-from .errors import MemoryBudgetError, UsageError
+from .errors import MemoryBudgetError
 from .gguf_file import ExpertLayer, ModelFile, Tensor, expert_layers, open_model_file
 from .llama_mtp import HeadContext, TargetRows
 from .planning import ContextPlan, base_rss, cache_sizes, context_plan, expert_override, experts_used, spare_bytes
@@ -178,9 +178,7 @@ def _buffers(
     widest = min(shape.longest, context.n_snapshots) if context.recurrent else shape.longest
     if not n_heads or not widest:
         return context.buffers
-    head = HeadContext(
-        model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, n_threads=threads
-    )
+    head = HeadContext(model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, n_threads=threads)
     stack.callback(head.close)
     rows = llama.BufferSizes(kv=0, recurrent=0, compute=TargetRows(context).nbytes)
     return context.buffers + head.buffers + rows

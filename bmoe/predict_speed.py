@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from .route_model import HitRange
 
-LEVELS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
-"""Shares of a token's routed bytes that are read in the measured tokens."""
+LEVELS = (1.0, 0.0, 0.5, 0.25, 0.75, 0.1)
+"""Shares of a token's routed bytes that are read in the measured tokens, those that matter most first."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,13 @@ def _spread(groups: Sequence[Sequence[Sample]]) -> float:
 
 
 def predict(
-    name: str, budget: int, share: float, fits: bool, hits: HitRange, token_bytes: int, curve: TimeCurve | None
+    name: str,
+    budget: int,
+    share: float,
+    fits: bool,
+    hits: HitRange,
+    token_bytes: int,
+    curve: TimeCurve | None,
 ) -> Prediction:
     """The speed of one budget. `token_bytes`: what a token routes."""
     read = Range(*(token_bytes * (1.0 - hit) for hit in (hits.high, hits.mid, hits.low)))

@@ -32,14 +32,18 @@ _BATCH = 48  # slices that are queued at once
 MOST_CACHE = 2048 * MiB
 """Memory for experts that a measurement takes at most."""
 CONTEXT = 256
-TOKENS = 16
-TEXT_SECONDS = 5.0
-CURVE_SECONDS = 5.0
-ROUNDS = (2, 8)  # measured tokens of each level: at least, at most
-TEXT = (
-    "The first thing that a new reader of this library should know is where the data come from. Every morning a small "
-    "program collects the readings of the stations, checks them against those of the day before, and writes a table."
-)
+TOKENS = 24
+TEXT_SECONDS = 4.0
+CURVE_SECONDS = 4.0
+ROUNDS = (2, 8)  # measured tokens of each level: at least, where there is time, and at most
+PATIENCE = 3  # times of the above after which it ends with less than enough
+UNCACHED = (3, 12)  # tokens without a cache
+UNCACHED_SECONDS = 2.0
+TEXT = '''def read_stations(path, day):
+    """Reads what every station has reported and returns a table, the newest line first."""
+    rows = [line.split(",") for line in open(path) if not line.startswith("#")]
+    return sorted(rows, key=lambda row: row[0], reverse=True)
+'''
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,13 @@ class DiskSpeed:
 
 @dataclass
 class Probe:
-    """Tokens that were run. `routes`: of the first text tokens; `cache`: bytes that the experts were given."""
+    """Tokens that were run. `samples`: with a cache of `cache` bytes, `uncached`: without one; `routes`: of the text's
+    first tokens."""
 
     samples: list[Sample] = field(default_factory=list)
+    uncached: list[Sample] = field(default_factory=list)
     routes: Routes = field(default_factory=lambda: np.zeros((0, 0, 0), np.bool_))
     cache: int = 0
-    tokens: int = 0
     seconds: float = 0.0
 
 
@@ -74,7 +79,10 @@ def measure_disk(file: ModelFile, layers: Sequence[ExpertLayer], config: EngineC
     Raises ReadError where one cannot be read.
     """
     slices = [
-        (t.file, t.offset + i * t.nbytes, t.nbytes) for layer in layers for t in layer.tensors for i in range(t.n_expert)
+        (t.file, t.offset + i * t.nbytes, t.nbytes)
+        for layer in layers
+        for t in layer.tensors
+        for i in range(t.n_expert)
     ]
     random.shuffle(slices)
     longest = max(t.area for layer in layers for t in layer.tensors)
@@ -154,27 +162,54 @@ def run_probe(path: Path, config: EngineConfig, working_set: int, progress: Prog
     """Runs a few tokens of a text, then one token again and again with a chosen part of its experts in the cache.
 
     `working_set`: the cache that holds one token's routed experts, bytes. Where that is not there, or above
-    `MOST_CACHE`, the tokens run without a cache, and each of them misses everything.
+    `MOST_CACHE`, the tokens only run without a cache, and each of them misses everything.
     """
     started = time.perf_counter()
-    cache_mb = -(-working_set // MiB) + 2
-    if cache_mb * MiB > MOST_CACHE:
-        cache_mb = 0
-    try:
-        engine = Engine(path, probe_config(config, cache_mb), progress)
-    except MemoryBudgetError:
-        engine = Engine(path, probe_config(config, 0), progress)
-    with engine:
-        probe = Probe(cache=engine.budget_bytes)
+    probe = Probe()
+    # Without a cache the reads pass through a small ring, which is another time than that of a cache that misses.
+    with Engine(path, probe_config(config, 0), progress) as engine:
         ids = engine.tokenize(TEXT)
-        _run_text(engine, ids, probe)
-        _run_levels(engine, ids, probe)
+        _run_uncached(engine, ids, probe)
+        cache_mb = -(-working_set // MiB) + 2
+        if cache_mb * MiB > MOST_CACHE or not _run_cached(path, config, cache_mb, ids, probe, progress):
+            _run_text(engine, ids, probe)
     probe.seconds = time.perf_counter() - started
     return probe
 
 
+def _run_cached(
+    path: Path, config: EngineConfig, cache_mb: int, ids: list[int], probe: Probe, progress: Progress | None
+) -> bool:
+    """The part with a cache; False where there is no memory for it."""
+    try:
+        engine = Engine(path, probe_config(config, cache_mb), progress)
+    except MemoryBudgetError:
+        return False
+    with engine:
+        probe.cache = engine.budget_bytes
+        _run_text(engine, ids, probe)
+        _run_levels(engine, ids, probe)
+    return True
+
+
+def _run_uncached(engine: Engine, ids: list[int], probe: Probe) -> None:
+    """Decodes some of the text without a cache."""
+    n = min(UNCACHED[1], len(ids) - 1, engine.context.n_ctx - 2)
+    started = time.perf_counter()
+    generation = engine.generate(ids[:1], max_tokens=n, stop_at_end=False, script=ids[1:])
+    try:
+        for token in generation:
+            if token.index:
+                probe.uncached.append(_sample(engine, token.decode_s, token.stream.bytes, token.stream.stall_ns))
+            spent = (time.perf_counter() - started) / UNCACHED_SECONDS
+            if token.index and spent > (1 if token.index >= UNCACHED[0] else PATIENCE):
+                break
+    finally:
+        generation.close()
+
+
 def _run_text(engine: Engine, ids: list[int], probe: Probe) -> None:
-    """Decodes the text token by token and notes its routes; without a cache its times as well."""
+    """Decodes the text token by token and notes its routes."""
     engine.streamer.count_uses()
     n = min(TOKENS, len(ids) - 1, engine.context.n_ctx - 2)
     n_expert = max(layer.n_expert for layer in engine.layers)
@@ -183,20 +218,17 @@ def _run_text(engine: Engine, ids: list[int], probe: Probe) -> None:
     started, done = time.perf_counter(), 0
     generation = engine.generate(ids[:1], max_tokens=n, stop_at_end=False, script=ids[1:])
     try:
-        for token in generation:
+        for _ in generation:
             uses = engine.streamer.uses()
             for layer, (now, was) in enumerate(zip(uses, before, strict=True)):
                 routes[done, layer, : len(now)] = np.array(now) > np.array(was)
             before = uses
             done += 1
-            if token.index and not probe.cache:
-                _note(engine, probe, token.decode_s, token.stream.bytes, token.stream.stall_ns)
-            if done >= FEWEST and time.perf_counter() - started > TEXT_SECONDS:
+            if (time.perf_counter() - started) / TEXT_SECONDS > (1 if done >= FEWEST else PATIENCE):
                 break
     finally:
         generation.close()
     probe.routes = routes[:done]
-    probe.tokens = done
 
 
 def _run_levels(engine: Engine, ids: list[int], probe: Probe) -> None:
@@ -210,18 +242,17 @@ def _run_levels(engine: Engine, ids: list[int], probe: Probe) -> None:
     prompt = [*text, ids[len(text)]]
     cache.clear()
     _step(engine, prompt)
-    started, rounds = time.perf_counter(), 0
-    while rounds < ROUNDS[1]:
+    started = time.perf_counter()
+    for number in range(ROUNDS[1]):
         for level in LEVELS:
+            spent = (time.perf_counter() - started) / CURVE_SECONDS
+            if len(probe.samples) > 1 and spent > (1 if number >= ROUNDS[0] else PATIENCE):
+                return
             for layer in range(len(engine.layers)):
                 for expert in cache.resident(layer):
                     if rng.random() < level:
                         cache.forget(layer, expert)
-            seconds, nbytes, stall_ns = _step(engine, prompt)
-            _note(engine, probe, seconds, nbytes, stall_ns)
-        rounds += 1
-        if rounds >= ROUNDS[0] and time.perf_counter() - started > CURVE_SECONDS:
-            break
+            probe.samples.append(_sample(engine, *_step(engine, prompt)))
 
 
 def _step(engine: Engine, prompt: list[int]) -> tuple[float, int, int]:
@@ -233,7 +264,6 @@ def _step(engine: Engine, prompt: list[int]) -> tuple[float, int, int]:
     return result.prefill_s, result.prefill.bytes, result.prefill.stall_ns
 
 
-def _note(engine: Engine, probe: Probe, seconds: float, nbytes: int, stall_ns: int) -> None:
+def _sample(engine: Engine, seconds: float, nbytes: int, stall_ns: int) -> Sample:
     routed = sum(min(engine.n_used, layer.n_expert) * layer.expert_bytes for layer in engine.layers)
-    stall = stall_ns / 1e9 / engine.config.threads
-    probe.samples.append(Sample(min(1.0, nbytes / routed), seconds, stall))
+    return Sample(min(1.0, nbytes / routed), seconds, stall_ns / 1e9 / engine.config.threads)
