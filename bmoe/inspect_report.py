@@ -86,7 +86,7 @@ def measured_lines(found: Inspection, measured: Measured | None) -> list[str]:
         there = "with all its experts in the cache" if curve.hot else "without its waiting for reads"
         n = len(probe.samples) + len(probe.uncached)
         lines.append(
-            f"token: {hot:.4g} ms {there}, {cold:.4g} ms without a cache, {mode}, {found.config.n_threads()} threads; "
+            f"token: {_number(hot, 3)} ms {there}, {_number(cold, 3)} ms without a cache, {mode}, {_threads(found)}; "
             f"{n} tokens in {probe.seconds:.1f} s, spread {100 * curve.spread:.0f} %"
         )
     if measured.seen is None:
@@ -105,9 +105,9 @@ def table(found: Inspection, rows: list[Prediction]) -> list[str]:
     head = f"{'cache':<10}{'MiB':>8}{'experts':>9}   {'hits, %':<17}{'MiB/token':<24}tok/s"
     lines = [f"expected in decode, {DECODE} tokens after a prompt of {PROMPT}, short context, no drafts:", head]
     for row in rows:
-        hits = _span(Range(100 * row.hits.low, 100 * row.hits.mid, 100 * row.hits.high), ".0f")
-        read = _span(Range(row.read.low / MiB, row.read.mid / MiB, row.read.high / MiB), ".4g")
-        speed = _span(row.tok_s, ".3g") if row.tok_s is not None else "unknown"
+        hits = _span(Range(100 * row.hits.low, 100 * row.hits.mid, 100 * row.hits.high), digits=2)
+        read = _span(Range(row.read.low / MiB, row.read.mid / MiB, row.read.high / MiB))
+        speed = _span(row.tok_s) if row.tok_s is not None else "unknown"
         fit = "" if row.fits else "  (more than fits here)"
         lines.append(f"{row.name:<10}{_mib(row.budget):>8}{100 * row.share:>7.0f} %   {hits:<17}{read:<24}{speed}{fit}")
     if found.config.drop_cold_experts is not None or found.config.prefetch != "off":
@@ -203,12 +203,24 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B" if nbytes else "0"
 
 
+def _number(value: float, digits: int) -> str:
+    """So many digits, more where the whole part has them, and no exponent."""
+    if value < 0.0005:
+        return "0"
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _threads(found: Inspection) -> str:
+    n = found.config.n_threads()
+    return f"{n} thread{'s' if n > 1 else ''}"
+
+
 def _mib(nbytes: int) -> int:
     return -(-nbytes // MiB)
 
 
-def _span(value: Range, how: str) -> str:
-    low, mid, high = (format(x, how) for x in (value.low, value.mid, value.high))
+def _span(value: Range, digits: int = 3) -> str:
+    low, mid, high = (_number(x, digits) for x in (value.low, value.mid, value.high))
     return mid if low == mid == high else f"{mid} ({low}-{high})"
 
 

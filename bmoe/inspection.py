@@ -32,8 +32,9 @@ class Head:
 class Inspection:
     """Facts of one model file under one configuration. Sizes in bytes.
 
-    `file_bytes`: of all files; `dense`: the weights that stay in memory; `expert_bytes`: the routed experts as the
-    file stores them; `token_bytes`: what one token routes of them; `quants`: bytes by type, the largest first.
+    `n_layers`: without heads; `file_bytes`: of all files; `dense`: the weights that stay in memory; `expert_bytes`: the
+    routed experts as the file stores them; `token_bytes`: what one token routes of them; `quants`: bytes by type, the
+    largest first.
     `decision`: the cache that a run would get; None for a dense model, and where a run would be `refused`, in its
     own words. `advice`: what a run would say about it. `overhead`: what the process holds besides.
     """
@@ -125,7 +126,7 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
     return Inspection(
         file=file,
         config=config,
-        n_layers=file.number("block_count"),
+        n_layers=file.number("block_count") - file.number("nextn_predict_layers"),
         layers=layers,
         n_used=n_used,
         n_shared=_shared(file),
