@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _cache, _lanes, _mem, _moe, demo, llama, mtp, osmem, slots, warm
-from .config import DEFAULT_CONTEXT, EngineConfig, Sampling
+from .config import EngineConfig, Sampling
 from .decode import Generation
 from .drafting import make_drafter
 from .errors import BmoeError, ModelError, UsageError
@@ -21,17 +20,21 @@ from .gguf_file import ExpertLayer, expert_layers, open_model_file
 from .llama_mtp import HeadContext, TargetRows
 from .metrics import StreamCounters
 from .pacing import make_pace
+from .planning import (
+    ALLOWANCE,
+    ContextPlan,
+    base_rss,
+    cache_sizes,
+    context_plan,
+    expert_override,
+    experts_used,
+    spare_bytes,
+)
 from .scoring import Scoring
-from .sizing import CacheDecision, ModelSizes, advice, decide
+from .sizing import CacheDecision, advice, decide
 from .tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from .weights import Weights
 
-ALLOWANCE = 64 << 20
-"""What the process may hold beyond weights, KV cache, compute buffers and the cache budget, bytes."""
-RESERVE = 28 << 20
-"""Of the allowance: kept for what grows later (ggml's work buffer, activations, heap)."""
-LOGITS_BYTES = 64 << 20
-"""At most this much for the logits of one batch, where a text is scored."""
 FEW_EXPERTS = 4
 """Experts per token up to which dropping one is warned about: each carries a quarter of the weight or more."""
 MAX_READ_AHEAD = 32
@@ -54,7 +57,7 @@ class Engine:
     def __init__(self, path: Path, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
         llama.check()
-        _base_rss()
+        base_rss()
         self.path = path
         self.notes: list[str] = []
         # The tokens that the context holds; `in_step` is False while a change of it is under way.
@@ -89,7 +92,7 @@ class Engine:
         file = open_model_file(path)
         self.file = file
         self.arch = file.arch
-        overrides = self._expert_override(config)
+        overrides = expert_override(config, file)
         n_heads = mtp.count_heads(file) if "mtp" in config.draft.types else 0
         lanes = _lanes.Lanes([os.fspath(p) for p in file.paths], config.io_threads, config.odirect)
         stack.callback(lanes.close)
@@ -105,7 +108,7 @@ class Engine:
         stack.callback(model.close)
         _mem.trim_heap()
         # The interpreter, its libraries and the vocabulary: what else this process holds for this model.
-        self.overhead = _base_rss() + max(0, osmem.read_process_memory().rss - before)
+        self.overhead = base_rss() + max(0, osmem.read_process_memory().rss - before)
         self.lanes, self.weights, self.model = lanes, weights, model
 
         layers = expert_layers(file.tensors, model.tensors)
@@ -140,39 +143,39 @@ class Engine:
         stack.callback(hook.close)
         if not layers:
             self.notes.append(f"{path.name}: no routed experts (*_exps.weight): a dense model, nothing is streamed")
-        n_train = file.number("context_length", DEFAULT_CONTEXT)
-        n_ctx = config.ctx or min(n_train, DEFAULT_CONTEXT)
-        n_ubatch = min(config.ubatch, n_ctx)
-        longest = min(config.draft.longest(), n_ubatch - 1)
-        fit = max(1, LOGITS_BYTES // (4 * model.n_vocab))
-        self.score_rows = max(1, min(config.score_rows, n_ubatch, fit))
+        shape = context_plan(config, file, model.n_vocab)
+        self.score_rows = shape.score_rows
         hooks: dict[str, Any] = {
             "n_threads": n_threads,
             "eval_callback": hook.callback if layers else 0,
             "abort_callback": hook.abort_callback,
             "userdata": hook.userdata,
         }
+        before = osmem.read_process_memory().rss
         room = osmem.read_memory_facts().available()
         with osmem.allocations_within(room):
             self.context = llama.Context(
                 model,
-                n_ctx=n_ctx,
-                n_ubatch=n_ubatch,
-                n_outputs=max(longest + 1, self.score_rows),
-                n_each=n_ubatch if config.score_rows else 0,
-                n_snapshots=min(longest, config.rs_snapshots),
+                n_ctx=shape.n_ctx,
+                n_ubatch=shape.n_ubatch,
+                n_outputs=shape.n_outputs,
+                n_each=shape.n_each,
+                n_snapshots=shape.n_snapshots,
                 **hooks,
             )
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
-        self.widest_draft = min(longest, self.context.n_snapshots) if self.context.recurrent else longest
+        self.widest_draft = min(shape.longest, self.context.n_snapshots) if self.context.recurrent else shape.longest
         self.pace = make_pace(config.draft.policy)
         self.buffers = self.context.buffers
         self.head: mtp.MtpSource | None = None
         if n_heads and self.widest_draft:
-            self._open_head(stack, n_heads, config, n_ctx, hooks)
+            self._open_head(stack, n_heads, config, shape, hooks)
+        # llama.cpp zeroes keys, values and states at once; its compute buffers come as they are used.
+        grown = osmem.read_process_memory().rss - before
+        self.zeroed = max(0, min(grown, self.buffers.kv + self.buffers.recurrent))
         self.drafter = make_drafter(config.draft, self.head)
-        self.n_used = (overrides or {}).get(f"{self.arch}.expert_used_count") or file.largest("expert_used_count")
+        self.n_used = experts_used(file, overrides)
         self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx, cache_policy=config.policy)
         self.cache: _cache.ExpertCache | None = None
         self.decision: CacheDecision | None = None
@@ -188,29 +191,16 @@ class Engine:
             self._warm_start(stack, config, Path(config.cache_state), identity)
 
     def _open_head(
-        self, stack: ExitStack, n_heads: int, config: EngineConfig, n_ctx: int, hooks: dict[str, Any]
+        self, stack: ExitStack, n_heads: int, config: EngineConfig, shape: ContextPlan, hooks: dict[str, Any]
     ) -> None:
         """The head's context beside the target's: the same hook, so that its experts are streamed like all others."""
-        n_ubatch = min(mtp.WIDTH, self.context.n_batch)
         with osmem.allocations_within(osmem.read_memory_facts().available()):
-            context = HeadContext(self.model, n_heads=n_heads, n_ctx=n_ctx, n_ubatch=n_ubatch, **hooks)
+            context = HeadContext(self.model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, **hooks)
         stack.callback(context.close)
         self.target_rows = TargetRows(self.context)
         self.head = mtp.MtpSource(context, min(config.draft.draft, self.widest_draft), config.draft.mtp_p_min)
         rows = llama.BufferSizes(kv=0, recurrent=0, compute=self.target_rows.nbytes)
         self.buffers = self.buffers + context.buffers + rows
-
-    def _expert_override(self, config: EngineConfig) -> dict[str, int] | None:
-        if config.n_expert_used is None:
-            return None
-        n_expert = self.file.number("expert_count")
-        if not n_expert:
-            raise UsageError(f"--n-expert-used: {self.path} has no routed experts")
-        if config.n_expert_used > n_expert:
-            raise UsageError(f"--n-expert-used: {config.n_expert_used} is more than the model's {n_expert} experts")
-        if isinstance(self.file.keys.get(f"{self.arch}.expert_used_count"), tuple):
-            raise UsageError(f"--n-expert-used: {self.path} routes its own number of experts in each layer")
-        return {f"{self.arch}.expert_used_count": config.n_expert_used}
 
     def _verify_direct(self, config: EngineConfig) -> None:
         if not config.odirect or not self.layers:
@@ -237,21 +227,11 @@ class Engine:
 
     def _start_cache(self, stack: ExitStack, config: EngineConfig) -> None:
         layers, buffers = self.layers, self.buffers
-        # What the process holds beyond the allowance is charged to the budget: the sum is what is promised.
-        spare = ALLOWANCE - RESERVE - self.overhead
+        sizes = cache_sizes(layers, self.n_used, self.weights.dense_bytes, buffers, self.overhead)
+        spare = spare_bytes(self.overhead)
         excess = max(0, -spare)
-        sizes = ModelSizes(
-            dense=self.weights.dense_bytes,
-            kv=buffers.kv,
-            compute=buffers.compute,
-            recurrent=buffers.recurrent,
-            experts=slots.all_experts_bytes(layers) + excess,
-            working_set=slots.working_set_bytes(layers, self.n_used) + excess,
-            smallest=slots.smallest_bytes(layers, self.n_used) + excess,
-            ring=slots.RING_AREAS * slots.ring_stride(layers) + excess,
-        )
         resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
-        self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident)
+        self.decision = decide(config.cache_request(), sizes, osmem.read_memory_facts(), resident + self.zeroed)
         if note := advice(self.decision, config.policy):
             self.notes.append(note)
         ahead = min(2 * self.n_used, MAX_READ_AHEAD) if config.prefetch != "off" else 0
@@ -499,12 +479,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-@functools.cache
-def _base_rss() -> int:
-    """Resident bytes of the interpreter and its libraries, taken when the first engine opens."""
-    return osmem.read_process_memory().rss
 
 
 class _Populate:

@@ -108,6 +108,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_get_first_tensor": (_P, [_P]),
     "ggml_get_next_tensor": (_P, [_P, _P]),
     "ggml_free": (None, [_P]),
+    "ggml_type_name": (_S, [ctypes.c_int]),
 }
 """The functions that the bindings leave out, with the types of their results and arguments."""
 
@@ -165,6 +166,11 @@ def _reason(lines: list[str]) -> str:
     return next((line.strip() for line in reversed(lines) if "fail" in line.lower()), "no reason given")
 
 
+def type_name(number: int) -> str:
+    """ggml's name of a tensor type, as "q4_K"."""
+    return str(_lib.ggml_type_name(number).decode())
+
+
 # ---- model ----------------------------------------------------------------------------------------
 
 
@@ -181,6 +187,7 @@ class Model:
     tensors: dict[str, list[int]]
     vocab: Any = None
     n_vocab: int = 0
+    dry: bool = False
     _keep: list[Any] = field(default_factory=list)
 
     def place(self, name: str, data: int) -> None:
@@ -218,11 +225,17 @@ class _BuftOverride(ctypes.Structure):
 
 
 def load_model(
-    header: bytes, size: int, name: str, overrides: dict[str, int] | None = None, load_mtp: bool = False
+    header: bytes,
+    size: int,
+    name: str,
+    overrides: dict[str, int] | None = None,
+    load_mtp: bool = False,
+    dry: bool = False,
 ) -> Model:
     """Loads a model from its header alone; no byte of tensor data is read.
 
-    `size`: bytes of the file the header describes; `name` is for messages; `overrides`: integer keys to replace.
+    `size`: bytes of the file the header describes; `name` is for messages; `overrides`: integer keys to replace;
+    `dry`: its contexts only say what they would allocate (`Context.buffers`), and it has no `tensors`.
     Raises ModelError with llama.cpp's own reason.
     """
     host = _ggml.ModelHost(header, size)
@@ -241,6 +254,7 @@ def load_model(
     params.use_extra_bufts = False
     params.check_tensors = False
     params.load_mtp = load_mtp
+    params.no_alloc = dry
     if overrides:
         kv = (C.llama_model_kv_override * (len(overrides) + 1))()
         for i, (key, value) in enumerate(overrides.items()):
@@ -256,7 +270,7 @@ def load_model(
         host.close()
         raise ModelError(f"{name}: llama.cpp cannot load it: {_reason(log)}")
     vocab = C.llama_model_get_vocab(handle)
-    return Model(handle, host, host.finish_load(), vocab, int(C.llama_vocab_n_tokens(vocab)), keep)
+    return Model(handle, host, host.finish_load(), vocab, int(C.llama_vocab_n_tokens(vocab)), dry, keep)
 
 
 # ---- context --------------------------------------------------------------------------------------
@@ -265,6 +279,8 @@ ABORTED = 2
 """What llama_decode returns where the abort callback stopped it."""
 
 _BUFFER_LINE = re.compile(r"(\S+)\s+(KV|RS|compute|output)\s+buffer size\s*=\s*([\d.]+) MiB")
+# A dry model's context says that its KV buffers have no size; what they would have is only here.
+_DRY_KV_LINE = re.compile(r"llama_kv_cache\w*: size\s*=\s*([\d.]+) MiB")
 
 
 @dataclass(frozen=True)
@@ -324,7 +340,7 @@ class Context:
                 f"llama.cpp cannot make a context of {n_ctx} tokens ({_reason(log)}): use a smaller -c or --ubatch"
             )
         self.model = model
-        self.buffers = self._sizes(log)
+        self.buffers = self._sizes(log, model.dry)
         self.n_ctx = int(C.llama_n_ctx(self.handle))
         self.n_batch = int(C.llama_n_batch(self.handle))
         self.n_vocab = model.n_vocab
@@ -338,11 +354,13 @@ class Context:
         self._logits: npt.NDArray[np.float32] = np.empty(0, np.float32)
 
     @staticmethod
-    def _sizes(log: list[str]) -> BufferSizes:
+    def _sizes(log: list[str], dry: bool) -> BufferSizes:
         found = {"KV": 0.0, "RS": 0.0, "compute": 0.0, "output": 0.0}
         for line in log:
             if m := _BUFFER_LINE.search(line):
                 found[m[2]] += float(m[3])
+            elif dry and (m := _DRY_KV_LINE.search(line)):
+                found["KV"] += float(m[1])
         mib = 1 << 20
         return BufferSizes(
             int(found["KV"] * mib), int(found["RS"] * mib), int((found["compute"] + found["output"]) * mib)

@@ -12,9 +12,10 @@ from importlib import import_module
 from typing import Protocol, cast
 
 SUMMARIES = {
+    "inspect": "what a model takes, and how fast it will run here",
     "perplexity": "how well a model predicts a text",
-    "report": "what --csv files say",
     "trace": "what a trace says",
+    "report": "what --csv files say",
     "seam": "whether the installed llama-cpp-python is as assumed",
 }
 
