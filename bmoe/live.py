@@ -155,8 +155,9 @@ class LiveLine:
 
     def token(self, token: Token) -> None:
         """Counts a token; now and then the line changes."""
-        if token.index:
-            self._recent.add(token)
+        if not token.index:
+            return  # there is nothing to say yet
+        self._recent.add(token)
         if self._now() < self._next:
             return
         self._next = self._now() + EVERY_S

@@ -117,8 +117,8 @@ def resampled(g: Groups, metrics: Sequence[Metric], seed: int = SEED, n: int = R
         k = min(step, n - at)
         drawn = rng.integers(0, len(g), (k, len(g)))
         # How often each group is in each sample: sums then are products of matrices.
-        counts = np.zeros((k, len(g)))
-        np.add.at(counts, (np.arange(k)[:, None], drawn), 1.0)
+        flat = (drawn + len(g) * np.arange(k)[:, None]).ravel()
+        counts = np.bincount(flat, minlength=k * len(g)).reshape(k, len(g)).astype(np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             out[at : at + k] = np.where((counts @ bottoms) > 0, (counts @ tops) / (counts @ bottoms), np.nan)
     return out

@@ -88,7 +88,8 @@ def test_time_is_charged_where_it_is_spent(
     tiny: Tiny, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delay of a known length in each place shows in its part, and all but none of it in the others."""
-    engine = open_engine(tiny("qwen3moe", "Q8_0"), "few")
+    # With every expert in memory nothing is waited for, but where reads are what is slowed down.
+    engine = open_engine(tiny("qwen3moe", "Q8_0"), "all")
 
     def measured(consume: float = 0.0, **options: Any) -> TimeSplit:
         generation = engine.generate(list(range(1, 20)), max_tokens=11, stop_at_end=False, **options)
@@ -97,18 +98,18 @@ def test_time_is_charged_where_it_is_spent(
         return generation.result.decode_time
 
     def shows(part: str, ms: float, consume: float = 0.0) -> None:
-        """The delay is in its part each time; that no other part comes near may take a few tries: others have the
-        cores too."""
+        """The delay is in its part each time; that no other part has it may take a few tries: others have the cores
+        too."""
+        tries = list[TimeSplit]()
+        others = [n for n in ("compute", "stall", "draft", "loop", "output") if n != part]
         for _ in range(6):
-            after = measured(consume)
-            assert getattr(after, part) - getattr(plain, part) >= 0.7e6 * ms, after
-            others = [n for n in ("compute", "stall", "draft", "loop", "output") if n != part]
-            if all(getattr(after, n) < getattr(after, part) for n in others):
+            tries.append(measured(consume))
+            assert getattr(tries[-1], part) >= 0.95e6 * ms, tries[-1]
+            if all(min(getattr(t, n) for t in tries) < 0.95e6 * ms for n in others):
                 return
-        raise AssertionError(after)
+        raise AssertionError(tries)
 
     measured()
-    plain = min((measured() for _ in range(3)), key=lambda t: t.wall)
     shows("output", 300, 0.03)
 
     real = bmoe.decode.Generation._choose
@@ -121,6 +122,7 @@ def test_time_is_charged_where_it_is_spent(
         m.setattr(engine, "widest_draft", 4)
         shows("draft", 240)
 
+    engine = open_engine(tiny("qwen3moe", "Q8_0"), "few")
     engine.lanes.sabotage(4)
     try:
         shows("stall", 20)
