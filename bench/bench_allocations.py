@@ -26,7 +26,7 @@ def count(faults: frozenset[str]) -> dict[str, dict[str, int]]:
     library = str(native.build("mallocs"))
     command = [sys.executable, str(Path(__file__).parent / "allocations.py"), library, *sorted(faults)]
     env = {**os.environ, "LD_PRELOAD": library, "PYTHONHASHSEED": "0", "PYTHONMALLOC": "default"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout)
     return found

@@ -74,7 +74,7 @@ def count(directory: Path, plant: bool = False) -> dict[str, int]:
     ]
     # Without a choice of vector units, numpy takes what valgrind knows.
     env = {**os.environ, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "NPY_DISABLE_CPU_FEATURES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
     if done.returncode == 3:
         pytest.skip(f"instruction counts: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr[-2000:]
