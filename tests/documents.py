@@ -13,7 +13,7 @@ from cli_process import ROOT
 LANGUAGES = {"sh": "command", "python": "snippet", "text": "output", "mermaid": "output"}
 """What a fenced block is, by the word after its fence."""
 # What the program says: "cache: auto 23 MiB", "mtp: 79/119 drafts".
-_OUTPUT = re.compile(r"^[\w-]+: ")
+_OUTPUT = re.compile(r"^(?:[\w-]+|gate breached): ")
 _INLINE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:(?:\S*/)?(?:python3?|pip|bmoe) \S|(?:sh )?\S*tests/run\.sh)")
 
 

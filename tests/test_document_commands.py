@@ -76,6 +76,8 @@ BENCH: dict[str, Short] = {
 COMMANDS: dict[str, Short] = {
     "": Short({"-n": ["4"]}),
     "trace": Short(),
+    "report": Short(says="tok/s"),
+    "inspect": Short(added={"--no-measure": []}, says="experts:"),
     "perplexity": Short({"-c": ["32"], "--chunks": ["1"]}, says="perplexity"),
     "seam": Short({"--only": ["names: bindings"]}, says="names: bindings"),
 }
@@ -87,6 +89,7 @@ PLACEHOLDERS: dict[str, list[str]] = {
     "N": ["20"],
     "P": ["lru"],
     "trace FILE": ["routes.csv"],
+    "report RUN.csv": ["run.csv"],
     "perplexity FILE": ["text.txt"],
     "../shared/data/route-traces/*.gz": ["routes.csv", "routes-2.csv"],
 }
@@ -169,9 +172,10 @@ def place(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
     """Where commands run, with what documents name: routes and reads of a run, a text."""
     folder = tmp_path_factory.mktemp("place")
     words = ["--cache-mb", "20", "--overlap", "-n", "12", "-t", "1", "-p", "def read_config(path):"]
-    done = run(*words, "--route-trace", "routes.csv", "--io-trace", "reads.csv", cwd=folder, timeout=SECONDS)
+    done = run(*words, "--route-trace", "routes.csv", "--io-trace", "reads.csv", "--csv", "run.csv", cwd=folder, timeout=SECONDS)
     assert done.code == 0, done.err
     shutil.copy(folder / "routes.csv", folder / "routes-2.csv")
+    shutil.copy(folder / "run.csv", folder / "other.csv")
     (folder / "text.txt").write_text("def read_config(path):\n    return open(path).read()\n" * 8)
     return folder
 
@@ -235,7 +239,12 @@ def run_script(piece: Piece, words: list[str], place: Path, links: Callable[[Seq
 
 
 def run_pytest(piece: Piece, words: list[str]) -> None:
-    """A suite of benchmarks: each of its tests once, without timing, but for the long ones."""
+    """A suite of benchmarks: each of its tests once, without timing, but for the long ones.
+
+    Of the gates, the exact ones of the drafters: tests/test_gates.py runs all, and `--rebase` would write a file.
+    """
+    if "--gate" in words:
+        words = ["bench", "--gate", "-m", "exact", "-k", "drafters"]
     command = [
         sys.executable,
         "-m",
