@@ -154,8 +154,8 @@ class Tensor:
 class Pools:
     """Quantized units of normal weights, one pool per tensor type, deviation and mean."""
 
-    def __init__(self, seed: int, units: int = POOL_UNITS) -> None:
-        self.seed, self.units = seed, units
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.cache: dict[tuple[GGMLQuantizationType, float, float], NDArray[np.uint8]] = {}
         self.quantize = _load_quantizer()
 
@@ -164,12 +164,12 @@ class Pools:
         key = (qtype, std, mean)
         if key not in self.cache:
             rng = self.rng(f"pool {int(qtype)} {std} {mean}")
-            weights = rng.standard_normal((self.units, UNIT), dtype=np.float32)
+            weights = rng.standard_normal((POOL_UNITS, UNIT), dtype=np.float32)
             weights *= np.float32(std)
             weights += np.float32(mean)
             block, size = GGML_QUANT_SIZES[qtype]
-            pool = np.empty((self.units, UNIT // block * size), np.uint8)
-            self.quantize(int(qtype), weights.ctypes.data, pool.ctypes.data, 0, self.units, UNIT, None)
+            pool = np.empty((POOL_UNITS, UNIT // block * size), np.uint8)
+            self.quantize(int(qtype), weights.ctypes.data, pool.ctypes.data, 0, POOL_UNITS, UNIT, None)
             self.cache[key] = pool
         return self.cache[key]
 
@@ -425,7 +425,7 @@ def make_model(
     need, free = (total + 32 * sizes.n_vocab) / 2**30, shutil.disk_usage(path.parent).free / 2**30
     if need > free:
         raise MakeModelError(f"{path} needs {need:.1f} GiB and the disk has {free:.1f} GiB free")
-    writer, pools, done = GGUFWriter(partial, sizes.arch), Pools(seed, max(256, POOL_UNITS // scale)), 0
+    writer, pools, done = GGUFWriter(partial, sizes.arch), Pools(seed), 0
     try:
         _metadata(writer, sizes, shape, quant)
         for tensor in tensors:
