@@ -104,10 +104,10 @@ def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int) ->
     chosen = blocks[:: max(1, len(blocks) // count)][:count]
     whole, shares = 0, []
     for block in chosen:
-        first, rest = block.split("\n", 1)
-        want = engine.tokenize(rest)[1:]  # without the BOS
-        prompt = f"{block}\n\n{first}\n"
-        got = generated(engine, prompt, len(want))
+        first, rest = block.rstrip().split("\n", 1)
+        # A prompt that ends with a line break is cut where no text that the model has seen is: words begin with it.
+        want = engine.tokenize("\n" + rest.rstrip())[1:]  # without the BOS
+        got = generated(engine, f"{block}\n{first}", len(want))
         same = common(want, got)
         whole += same == len(want)
         shares.append(same / len(want))
@@ -116,7 +116,7 @@ def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int) ->
 
 def loops(engine: bmoe.Engine, files: Sequence[dict[str, str]]) -> dict[str, Any]:
     """Greedy continuations of the beginnings of unseen files: how many end in a loop after 200 tokens."""
-    starts = [f["text"][:300].rsplit("\n", 1)[0] + "\n" for f in files]
+    starts = [f["text"][:300].rsplit("\n", 1)[0].rstrip() for f in files]
     ends = [in_loop(generated(engine, s, GENERATED)) for s in starts]
     return {"prompts": len(ends), "tokens": GENERATED, "in_loop": sum(ends) / len(ends)}
 
@@ -142,5 +142,5 @@ def run(model: Path, work: Path, functions: int = 40) -> dict[str, Any]:
             return list(engine.tokenize(text))
 
         predicted = prediction(model, [f["text"] for f in files], tokenize)
-    curve = hit_curve(model, "".join(f["text"] for f in files)[:1200])
+    curve = hit_curve(model, "".join(f["text"] for f in files)[:1200].rstrip())
     return {"prediction": predicted, "copying": copied, "loops": looped, "hit_curve": curve}
