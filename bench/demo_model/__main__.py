@@ -39,7 +39,9 @@ def find_docs(given: Path | None) -> Path:
     for path in found:
         if path.is_dir():
             return path
-    raise FileNotFoundError(f"no documentation sources in {', '.join(map(str, found))}: install python3-doc or give --docs")
+    raise FileNotFoundError(
+        f"no documentation sources in {', '.join(map(str, found))}: install python3-doc or give --docs"
+    )
 
 
 def main() -> int:

@@ -95,7 +95,8 @@ def compare(path: Path, ids: list[int], exact: bool) -> dict[str, Agreement]:
 def verdict(found: dict[str, Agreement], exact: bool) -> list[str]:
     """What does not agree, a line each; nothing where all does."""
     return [
-        f"{name}: {100 * a.beyond:.1f} % of {a.tokens} tokens differ by more than {TOLERANCE[exact]} (worst {a.worst:.3f})"
+        f"{name}: {100 * a.beyond:.1f} % of {a.tokens} tokens differ by more than "
+        f"{TOLERANCE[exact]} (worst {a.worst:.3f})"
         for name, a in found.items()
         if a.beyond > MAY_DIFFER[exact]
     ]

@@ -35,8 +35,8 @@ def held_out(work: Path) -> list[dict[str, str]]:
 def prediction(model: Path, texts: Sequence[str], tokenize: Any) -> dict[str, Any]:
     """Teacher-forced figures of trunk and head over `texts`, in windows of 1024 tokens that each begin anew.
 
-    `bits_per_byte`, `nats`, `head_nats`: per byte, per token. `head_true`, `head_agrees`: how often the head's choice is
-    the text's token, and the trunk's own next choice. `usage`: per layer, the busiest and the idlest expert's load as a
+    `bits_per_byte`, `nats`, `head_nats`: per byte, per token. `head_true`, `head_agrees`: how often its choice
+    is the text's token, and the trunk's next choice. `usage`: per layer, the busiest and idlest expert's load as a
     multiple of the mean, and the share of tokens that the busiest eighth of the experts take.
     """
     shape, params = export.read(model)

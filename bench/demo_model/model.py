@@ -77,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention [batch, heads, length, head_dim], a block of queries at a time: half the scores are never made."""
+    """Causal attention [batch, heads, length, head_dim], a block of queries at a time: half of all scores."""
     out = []
     length, scale = q.shape[2], q.shape[3] ** -0.5
     for at in range(0, length, QUERIES):
@@ -132,7 +132,10 @@ def _silu_mul_back(g: Tensor, u: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
 
 def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum over a token's experts, written out: a sum over the middle axis would not be vectorised."""
-    return sum((rows[:, k].float() * weights[:, k : k + 1] for k in range(1, rows.shape[1])), rows[:, 0].float() * weights[:, :1])
+    return sum(
+        (rows[:, k].float() * weights[:, k : k + 1] for k in range(1, rows.shape[1])),
+        rows[:, 0].float() * weights[:, :1],
+    )
 
 
 def _spread(dout: Tensor, token: Tensor, w: Tensor, source: Tensor) -> Tensor:
@@ -150,9 +153,7 @@ class Experts(torch.autograd.Function):
     """The routed experts: n [tokens, embd], ids and weights [tokens, used] -> float32 [tokens, embd]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, n: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, n: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         tokens, used = ids.shape
         experts = len(gate)
         flat = ids.reshape(-1)
@@ -209,7 +210,7 @@ def _softmax_loss(logits: Tensor, target: Tensor, scale: float) -> tuple[Tensor,
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy of `h @ output.T` (nats), a part of the tokens at a time: the logits never exist as a whole."""
+    """Mean cross entropy of `h @ output.T` (nats), a part of the tokens at a time: logits never exist as a whole."""
 
     ROWS = 1024
 
@@ -233,7 +234,9 @@ class HeadLoss(torch.autograd.Function):
         return dh * grads[0].to(dh.dtype), dw * grads[0], None
 
 
-def _head_input(e: Tensor, hidden: Tensor, e_norm: Tensor, h_norm: Tensor, proj: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _head_input(
+    e: Tensor, hidden: Tensor, e_norm: Tensor, h_norm: Tensor, proj: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
     x = torch.cat((norm(e, e_norm, eps), norm(hidden, h_norm, eps)), -1).to(dtype)
     return (x @ proj.to(dtype).t()).float()
 
@@ -259,10 +262,19 @@ def compile_parts() -> None:
         globals()[name] = torch.compile(function, dynamic=dynamic)
 
 
-NAMES = (
-    "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_gate_inp "
-    "ffn_gate_shexp ffn_up_shexp ffn_down_shexp"
-).split()
+NAMES = [
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "attn_q_norm",
+    "attn_k_norm",
+    "ffn_gate_inp",
+    "ffn_gate_shexp",
+    "ffn_up_shexp",
+    "ffn_down_shexp",
+]
 
 
 class Network:

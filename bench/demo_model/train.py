@@ -60,7 +60,7 @@ class Batches:
 
 
 def move_bias(bias: Tensor, load: Tensor, plan: Plan, rate: float) -> None:
-    """Moves the selection bias of experts that are used too little or too much (Wang et al., 2024, loss-free balancing).
+    """Moves the selection bias of experts that are used too little or too much (Wang et al., 2024, loss-free).
 
     Between `load_low` and `load_high` of the mean load an expert is left alone: experts that are all used alike would
     leave a cache nothing to hold.
