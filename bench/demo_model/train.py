@@ -1,0 +1,130 @@
+"""The training loop: reproducible from its seed, resumable, progress on stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from . import model
+from .optim import Optimizer
+from .shape import Plan, Shape
+from .text import KINDS
+
+CHECKPOINT = "checkpoint.pt"
+FINAL = "model.pt"
+
+
+def keep_memory() -> None:
+    """Keeps freed memory in the process: glibc would give every large tensor back and page it in again, which took
+    longer than the matrix products. Linux with glibc; elsewhere nothing."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):
+            for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 256 << 20)):  # mmap max, trim threshold, top pad
+                libc.mallopt(option, value)
+
+
+class Batches:
+    """Windows of the token streams: a pure function of seed and step."""
+
+    def __init__(self, streams: list[npt.NDArray[np.uint16]], plan: Plan) -> None:
+        self.streams, self.plan = streams, plan
+        # A copy example is read from its beginning: half of it teaches nothing.
+        self.starts = np.flatnonzero(streams[-1] == 0)
+
+    def at(self, step: int) -> Tensor:
+        """int64 [sequences, length + 2]."""
+        plan = self.plan
+        length = plan.length(step)
+        rng = np.random.default_rng((plan.seed, step))
+        kinds = rng.choice(len(self.streams), plan.batch_tokens // length, p=np.array(plan.mix) / sum(plan.mix))
+        rows = []
+        for kind in kinds:
+            stream = self.streams[kind]
+            if kind == len(self.streams) - 1:
+                start = int(rng.choice(self.starts[self.starts < len(stream) - length - 2]))
+            else:
+                start = int(rng.integers(len(stream) - length - 2))
+            rows.append(stream[start : start + length + 2].astype(np.int64))
+        return torch.from_numpy(np.stack(rows))
+
+
+def move_bias(bias: Tensor, load: Tensor, plan: Plan, rate: float) -> None:
+    """Moves the selection bias of experts that are used too little or too much (Wang et al., 2024, loss-free).
+
+    Between `load_low` and `load_high` of the mean load an expert is left alone: experts that are all used alike would
+    leave a cache nothing to hold.
+    """
+    share = load.float() * len(load) / load.sum()
+    bias.add_((share < plan.load_low).float(), alpha=rate).sub_((share > plan.load_high).float(), alpha=rate)
+
+
+def run(work: Path, shape: Shape, plan: Plan, compiled: bool = True, every: float = 120.0) -> Iterator[dict[str, Any]]:
+    """Trains from the last checkpoint in `work`, or from scratch; yields a report about every 20 steps.
+
+    Writes a checkpoint every `every` seconds and the final model at the end. Raises ValueError if the checkpoint is
+    of another shape or plan.
+    """
+    streams = [np.load(work / f"{kind}.npy") for kind in KINDS]
+    batches = Batches(streams, plan)
+    params, step = model.init(shape, plan.seed), 0
+    optimizer = Optimizer(params, plan)
+    spent, path = 0.0, work / CHECKPOINT
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        if saved["shape"] != repr(shape) or saved["plan"] != repr(plan):
+            raise ValueError(f"{path} is of another shape or plan: remove it, or use another --work")
+        params, step, spent = saved["params"], saved["step"], saved["spent"]
+        optimizer = Optimizer(params, plan)
+        optimizer.load(saved["optimizer"])
+    if compiled:
+        model.compile_parts()
+    for name, value in params.items():
+        value.requires_grad_(not name.endswith("exp_probs_b.bias"))
+    net = model.Network(shape, params)
+    started = saved_at = last = time.monotonic()
+    done = sums = 0
+    totals = torch.zeros(2)
+    while step < plan.steps:
+        loss, mtp = net.losses(batches.at(step))
+        (loss + plan.mtp_weight * mtp).backward()  # type: ignore[no-untyped-call]
+        rate = plan.rate_at(step)
+        optimizer.step(rate)
+        for i, load in enumerate(net.loads):
+            move_bias(params[f"blk.{i}.exp_probs_b.bias"], load, plan, plan.bias_rate * rate / plan.rate)
+        step, sums, done = step + 1, sums + 1, done + plan.batch_tokens
+        totals += torch.stack((loss.detach(), mtp.detach()))
+        now = time.monotonic()
+        if sums == 20 or step == plan.steps:
+            spread = max(float(load.max() / load.float().mean()) for load in net.loads)
+            yield {
+                "step": step,
+                "of": plan.steps,
+                "loss": float(totals[0] / sums),
+                "mtp": float(totals[1] / sums),
+                "tok_s": sums * plan.batch_tokens / (now - last),
+                "minutes": (spent + now - started) / 60,
+                "left": (plan.steps - step) * (now - started) / 60 / max(1, done // plan.batch_tokens),
+                "load": spread,
+            }
+            totals, sums, last = torch.zeros(2), 0, now
+        if now - saved_at > every or step == plan.steps:
+            state = {
+                "shape": repr(shape), "plan": repr(plan), "step": step, "spent": spent + now - started,
+                "params": {k: v.detach() for k, v in params.items()}, "optimizer": optimizer.state(),
+            }  # fmt: skip
+            target = path if step < plan.steps else work / FINAL
+            temporary = target.with_suffix(".tmp")
+            torch.save(state, temporary)
+            os.replace(temporary, target)
+            saved_at = now
