@@ -172,7 +172,17 @@ def place(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> 
     """Where commands run, with what documents name: routes and reads of a run, a text."""
     folder = tmp_path_factory.mktemp("place")
     words = ["--cache-mb", "20", "--overlap", "-n", "12", "-t", "1", "-p", "def read_config(path):"]
-    done = run(*words, "--route-trace", "routes.csv", "--io-trace", "reads.csv", "--csv", "run.csv", cwd=folder, timeout=SECONDS)
+    done = run(
+        *words,
+        "--route-trace",
+        "routes.csv",
+        "--io-trace",
+        "reads.csv",
+        "--csv",
+        "run.csv",
+        cwd=folder,
+        timeout=SECONDS,
+    )
     assert done.code == 0, done.err
     shutil.copy(folder / "routes.csv", folder / "routes-2.csv")
     shutil.copy(folder / "run.csv", folder / "other.csv")
