@@ -1,6 +1,7 @@
 """Write random-weight GGUF files with the real shapes of public Mixture-of-Experts models, for benchmarks.
 
     python bench/make_model.py qwen3-30b-a3b --layers 12 --out FILE [--router uniform|zipf] [--seed 0]
+    python bench/make_model.py qwen3.6-35b-a3b --layers 4 --mtp --out FILE
 
 The files load in stock llama.cpp, take text prompts, and have the sizes, tensor types and layout of the
 model they are named after; what they say is noise. Weights are normal with a standard deviation of
@@ -83,6 +84,7 @@ class Shape:
     n_key_heads: int = 0
     n_value_heads: int = 0
     state_dim: int = 0
+    nextn: int = 0  # multi-token-prediction blocks, after the other layers
     keys: dict[str, Any] = field(default_factory=dict)  # metadata by the name of the writer's method
 
 
@@ -238,14 +240,18 @@ class Plan:
         mean = COMMON_MEAN if self.zipf_s is not None and s.arch != "gpt-oss" else 0.0
         vocab = (s.n_vocab, s.n_embd)
         yield Tensor("token_embd.weight", vocab, Q4_K if q4 else Q8_0, math.sqrt(1 - mean**2), mean)
-        for layer in range(s.n_layer):
+        for layer in range(s.n_layer + s.nextn):
             better = more_bits(layer, s.n_layer)
             yield Tensor(f"blk.{layer}.attn_norm.weight", (s.n_embd,), mean=1.0)
-            if s.full_attn_every and (layer + 1) % s.full_attn_every:
+            if s.full_attn_every and (layer + 1) % s.full_attn_every and layer < s.n_layer:
                 yield from self._delta_net(f"blk.{layer}.", better)
             else:
                 yield from self._attention(f"blk.{layer}.", better)
             yield from self._experts(f"blk.{layer}.", better, layer)
+            if layer >= s.n_layer:
+                yield self._weight(f"blk.{layer}.nextn.eh_proj.weight", s.n_embd, 2 * s.n_embd)
+                for part in ("enorm", "hnorm", "shared_head_norm"):
+                    yield Tensor(f"blk.{layer}.nextn.{part}.weight", (s.n_embd,), mean=1.0)
         yield Tensor("output_norm.weight", (s.n_embd,), mean=1.0)
         yield Tensor("output.weight", vocab, Q6_K if q4 else Q8_0, OUTPUT_GAIN / math.sqrt(s.n_embd))
 
@@ -321,7 +327,8 @@ class Plan:
     def _router(self, rng: np.random.Generator, layer: int) -> NDArray[np.float64]:
         s = self.shape
         weight = rng.normal(0.0, 1 / math.sqrt(s.n_embd), (s.n_expert, s.n_embd))
-        if self.zipf_s is None or s.arch == "gpt-oss":
+        # A head's first projection is random: the common mean does not get through to its router.
+        if self.zipf_s is None or s.arch == "gpt-oss" or layer >= s.n_layer:
             return weight
         # The router's own noise must not read the common mean: only the offsets do.
         weight -= weight.mean(axis=1, keepdims=True)
@@ -359,11 +366,12 @@ def _metadata(writer: GGUFWriter, s: Shape, name: str, quant: str) -> None:
     # fmt: off
     values = {
         "name": f"{name} (random weights)", "file_type": FILE_TYPES[quant], "quantization_version": 2,
-        "block_count": s.n_layer, "context_length": s.n_ctx, "embedding_length": s.n_embd,
+        "block_count": s.n_layer + s.nextn, "context_length": s.n_ctx, "embedding_length": s.n_embd,
         "head_count": s.n_head, "head_count_kv": s.n_head_kv, "key_length": s.head_dim,
         "value_length": s.head_dim, "layer_norm_rms_eps": s.eps, "rope_freq_base": s.rope_base,
         "expert_count": s.n_expert, "expert_used_count": s.n_used, "expert_feed_forward_length": s.n_ff,
         **({"expert_shared_feed_forward_length": s.n_ff} if s.arch == "qwen35moe" else {}), **s.keys,
+        **({"nextn_predict_layers": s.nextn} if s.nextn else {}),
         "tokenizer_model": "gpt2", "tokenizer_pre": s.pre, "token_list": tokens, "token_types": types,
         "token_merges": merges, "bos_token_id": tokens.index(s.special[0]),
         "eos_token_id": tokens.index(s.eos), "pad_token_id": tokens.index("<|endoftext|>"),
@@ -392,13 +400,14 @@ def make_model(
     quant: str | None = None,
     *,
     scale: int = 1,
+    mtp: bool = False,
     force: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> ModelInfo:
     """Write one model file and say what is in it. It appears under its name only when it is whole.
 
-    No `layers` is all of them, no `quant` the model's own; `scale` divides the sizes, for tests; `progress` gets
-    the bytes done and the bytes in all.
+    No `layers` is all of them, no `quant` the model's own; `scale` divides the sizes, for tests; `mtp` adds a
+    multi-token-prediction block, whose router is uniform; `progress` gets the bytes done and the bytes in all.
     """
     path, full = Path(path), SHAPES.get(shape)
     if full is None:
@@ -408,7 +417,9 @@ def make_model(
         raise MakeModelError(f"{shape} has no quantization {quant!r}: choose from {', '.join(full.quants)}")
     if router not in ("uniform", "zipf"):
         raise MakeModelError(f"unknown router {router!r}: choose from uniform, zipf")
-    sizes = replace(full, n_layer=full.n_layer if layers is None else layers)
+    if mtp and full.arch != "qwen35moe":
+        raise MakeModelError(f"{shape} has no multi-token-prediction block: --mtp is for qwen3.6-35b-a3b")
+    sizes = replace(full, n_layer=full.n_layer if layers is None else layers, nextn=int(mtp))
     if not 1 <= sizes.n_layer <= full.n_layer:
         raise MakeModelError(f"{shape} can have 1 to {full.n_layer} layers, not {layers}")
     if not 0 < zipf_s <= 4 or seed < 0 or scale < 1:
@@ -472,6 +483,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quant", help="q4_k_m or mxfp4 (default: the model's usual one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the sizes by N, for tests")
+    parser.add_argument("--mtp", action="store_true", help="add a multi-token-prediction block (qwen3.6-35b-a3b)")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = vars(parser.parse_args(argv))
     from rich.console import Console  # here: making models from Python does without

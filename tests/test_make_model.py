@@ -21,6 +21,10 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import make_model as mm
 
+from bmoe import Engine
+from bmoe.drafting import DraftSpec
+from bmoe.errors import UsageError
+
 # name, quantization: every architecture and every tensor type.
 MINIS = [("qwen3-30b-a3b", "q4_k_m"), ("qwen3.6-35b-a3b", "mxfp4"), ("gpt-oss-120b", "mxfp4")]
 Minis = Callable[[str, str, str], mm.ModelInfo]
@@ -173,6 +177,33 @@ def test_vocabulary_is_whole_and_has_no_twins() -> None:
         assert {merge.replace(" ", "") for merge in merges} < set(tokens)
 
 
+def test_a_head_is_one_layer_more_and_drafts(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("plain.gguf", "mtp.gguf")]
+    for path in paths:
+        mm.make_model(path, "qwen3.6-35b-a3b", layers=4, scale=16, mtp=path is paths[1])
+    plain, with_head = ({t.name: t for t in GGUFReader(path).tensors} for path in paths)
+    assert {name: t.tobytes() for name, t in ((n, with_head[n].data) for n in plain)} == {
+        name: t.data.tobytes() for name, t in plain.items()
+    }
+    assert with_head["blk.4.nextn.eh_proj.weight"].shape.tolist() == [512, 256]
+    assert {name.split(".", 2)[2] for name in with_head.keys() - plain.keys()} == {
+        # A layer with full attention, which layer 3 is, and what joins token and row.
+        *(name.removeprefix("blk.3.") for name in plain if name.startswith("blk.3.")),
+        *(f"nextn.{part}.weight" for part in ("eh_proj", "enorm", "hnorm", "shared_head_norm")),
+    }
+    with pytest.raises(UsageError, match="no multi-token-prediction head"):
+        Engine.open(paths[0], draft=DraftSpec(types=("mtp",)))
+    outputs = []
+    for types in ((), ("mtp",)):
+        draft = DraftSpec(types=types, draft=2, policy="always")
+        with Engine.open(paths[1], cache_mb=40, force_cache=True, ctx=256, threads=1, draft=draft) as engine:
+            generation = engine.generate(list(range(40, 60)), max_tokens=12, stop_at_end=False)
+            outputs.append([token.id for token in generation])
+            split = generation.result.flash_split
+            assert (generation.result.spec.drafted > 0) == (split.bytes["draft_source"] > 0) == bool(types)
+    assert outputs[0] == outputs[1]
+
+
 def test_experts_are_all_different_and_sizes_are_told(minis: Minis) -> None:
     info = minis("qwen3-30b-a3b", "q4_k_m", "uniform")
     tensors = GGUFReader(info.path).tensors
@@ -209,6 +240,7 @@ def test_pieces_bound_the_memory() -> None:
         (["gpt-oss-120b", "--quant", "q4_k_m"], "no quantization 'q4_k_m': choose from mxfp4"),
         (["gpt-oss-120b", "--layers", "37"], "1 to 36 layers, not 37"),
         (["gpt-oss-120b", "--layers", "many"], "--layers"),
+        (["gpt-oss-120b", "--mtp"], "gpt-oss-120b has no multi-token-prediction block"),
         (["gpt-oss-120b", "--zipf-s", "nan"], "zipf exponent"),
         (["gpt-oss-120b"], "the disk has 0.0 GiB free"),
     ],
