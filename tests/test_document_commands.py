@@ -159,11 +159,12 @@ def fill(piece: Piece, words: Sequence[str], command: str = "") -> list[str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny files in the shape that the documents' benchmarks use, with a uniform router and with a skewed one."""
+    """Tiny files in the shapes that the documents' benchmarks use: a uniform router, a skewed one, one with a head."""
     folder = tmp_path_factory.mktemp("models")
     found = {}
     for router in ("uniform", "zipf"):
         found[router] = make_model(folder / f"{router}.gguf", layers=2, router=router, scale=16).path
+    found["hybrid"] = make_model(folder / "hybrid.gguf", "qwen3.6-35b-a3b", layers=4, scale=16, mtp=True).path
     return found
 
 
@@ -197,8 +198,8 @@ def links(place: Path, models: dict[str, Path]) -> Callable[[Sequence[str]], Non
     def link(words: Sequence[str]) -> None:
         for word in words:
             if re.fullmatch(r"[\w.-]+\.gguf", word) and not (place / word).exists():
-                skewed = word.startswith(("zipf", "warm"))
-                (place / word).symlink_to(models["zipf" if skewed else "uniform"])
+                kind = "zipf" if word.startswith(("zipf", "warm")) else "uniform"
+                (place / word).symlink_to(models["hybrid" if word.startswith("hybrid") else kind])
 
     return link
 
@@ -234,7 +235,7 @@ def run_script(piece: Piece, words: list[str], place: Path, links: Callable[[Seq
     if script not in BENCH:
         pytest.fail(no_rule(piece, f"no rule for `{script}`", "BENCH"))
     rest = shorten(fill(piece, words[1:]), BENCH[script])
-    if any(cell.startswith("mtp") for word in rest for cell in word.split(";")):
+    if any(cell.startswith("mtp") for word in rest for cell in word.split(";")) and "hybrid.gguf" not in rest:
         rest = [w for w in rest if not w.endswith(".gguf")]
     links(rest)
     if script == "bench/make_model.py":
