@@ -141,18 +141,16 @@ class Generation:
             pieces.append(piece)
             host = recorder.sample() if recorder else None
             cost = meter.take()
-            if index:
-                result.decode_time = result.decode_time.plus(cost.time)
-                result.spec.draft_s = result.decode_time.draft / 1e9
-            else:
+            if not index:
                 result.first_time = cost.time
+                meter.begin_decode()
             record = recorder.record(index, choice.id, cost, step, host) if recorder and host else None
             result.token_ids.append(choice.id)
-            wall_s = (cost.time.wall - cost.time.output) / 1e9
+            wall_s = (sum(cost.clock) - cost.clock[OUTPUT]) / 1e9
             # Prefill has paid for the first token: only its record says so.
             stream = cost.stream if index else StreamCounters()
             clock.switch(OUTPUT)
-            return Token(index, choice.id, piece, wall_s, decode_s, stream, cost.flash, cost.time, record)
+            return Token(index, choice.id, piece, wall_s, decode_s, stream, cost.flash, cost, record)
 
         def ended(choice: Choice) -> bool:
             """Whether the text ends with this choice; then notes why."""
@@ -222,6 +220,8 @@ class Generation:
                 result.prefill, result.prefill_s = engine.counters() - zero, result.total_s
             result.major_faults = osmem.major_faults() - faults
             if result.token_ids:
+                result.decode_time = meter.decode_time()
+                result.spec.draft_s = result.decode_time.draft / 1e9
                 result.decode_faults = osmem.major_faults() - decode_faults
                 result.decode_cpu_s = time.process_time() - decode_cpu
             if recorder:

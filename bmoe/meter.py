@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import sub
-from typing import NamedTuple
 
-from .metrics import StreamCounters
+from .metrics import Cost, StreamCounters
 from .speculation import FlashSplit
 from .timing import Clock, TimeSplit
-
-
-class Cost(NamedTuple):
-    """`stream`: the expert stream's counters; `flash`: bytes charged, cause -> (bytes, re-reads among them)."""
-
-    stream: StreamCounters
-    flash: dict[str, tuple[int, int]]
-    time: TimeSplit
 
 
 class Meter:
@@ -26,12 +17,20 @@ class Meter:
         self._counters, self._clock, self._flash = counters, clock, flash
         self.start = self._mark = counters()
         self._charged, self._time = flash.copy(), clock.read()
+        self._first = self._mark, self._time
 
     def take(self) -> Cost:
         """What has passed since the last call; an interval under way is cut here."""
         since, self._mark = self._mark, self._counters()
         charged, self._charged = self._charged, self._flash.copy()
         before, self._time = self._time, self._clock.read()
-        stream = self._mark - since
-        loop, graph, draft, output = map(sub, self._time, before)
-        return Cost(stream, self._flash.since(charged), TimeSplit.of((loop, graph, draft, output), stream.spent))
+        return Cost(self._mark - since, self._flash.since(charged), tuple(map(sub, self._time, before)))
+
+    def begin_decode(self) -> None:
+        """The last `take` was the first token's."""
+        self._first = self._mark, self._time
+
+    def decode_time(self) -> TimeSplit:
+        """From `begin_decode` to the last `take`: the sum over the tokens, without summing at each."""
+        mark, clock = self._first
+        return TimeSplit.of(tuple(map(sub, self._time, clock)), (self._mark - mark).spent)

@@ -7,7 +7,7 @@ from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .speculation import FlashSplit, SpecResult
-from .timing import NO_TIME, Spent, TimeSplit
+from .timing import NO_TIME, Accounts, Spent, TimeSplit
 
 if TYPE_CHECKING:
     from .telemetry import TokenRecord
@@ -91,6 +91,20 @@ class StreamCounters(NamedTuple):
         return self.drop_mass / self.drop_positions if self.drop_positions else 0.0
 
 
+class Cost(NamedTuple):
+    """What a token has cost. `stream`: the expert stream's counters; `flash`: bytes charged, cause -> (bytes, re-reads
+    among them); `clock`: nanoseconds by account of `timing.Clock`."""
+
+    stream: StreamCounters
+    flash: dict[str, tuple[int, int]]
+    clock: Accounts
+
+    @property
+    def time(self) -> TimeSplit:
+        """Where the time went; made when it is asked for, since most runs never do."""
+        return TimeSplit.of(self.clock, self.stream.spent)
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """One generated token and what it cost.
@@ -98,8 +112,8 @@ class Token:
     `text` is what can be printed now: "" while a character is incomplete, or a stop string may have begun. `wall_s`
     is the time from asking for the token to having it; `decode_s` of that the model's graph (0.0 for the first,
     which prefill has paid for). `flash`: bytes read by cause, and the re-reads among them, of what was charged since
-    the token before. `time`: where the time since the token before went. Of the tokens that one verify batch confirms,
-    the first has the whole batch's cost. `record`: all of it in one row, where the generation was asked for it.
+    the token before. `cost`: the same and more as it was counted. Of the tokens that one verify batch confirms, the
+    first has the whole batch's cost. `record`: all of it in one row, where the generation was asked for it.
     """
 
     index: int
@@ -109,8 +123,13 @@ class Token:
     decode_s: float
     stream: StreamCounters
     flash: dict[str, tuple[int, int]]
-    time: TimeSplit = NO_TIME
+    cost: Cost | None = None
     record: TokenRecord | None = None
+
+    @property
+    def time(self) -> TimeSplit:
+        """Where the time since the token before went."""
+        return NO_TIME if self.cost is None else self.cost.time
 
 
 @dataclass

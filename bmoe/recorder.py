@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .meter import Cost
+from .metrics import Cost
 from .osprobe import HostSample, Probe
 from .speculation import Step
 from .telemetry import TokenRecord

@@ -37,6 +37,8 @@ class Clock:
         return loop, graph, draft, output
 
 
+Accounts = tuple[int, ...]
+"""Nanoseconds by account, as `Clock.read`."""
 Spent = tuple[int, int, int, int, int, int, int, int]
 """`Streamer.spent()`: of the target's graphs compute, wait, manage, build; then of the draft source's."""
 
@@ -64,7 +66,7 @@ class TimeSplit(NamedTuple):
     draft_stall: int = 0
 
     @classmethod
-    def of(cls, clock: tuple[int, int, int, int], spent: Spent) -> TimeSplit:
+    def of(cls, clock: Accounts, spent: Spent) -> TimeSplit:
         """From `Clock.read()` and `Streamer.spent()`, or differences of them."""
         loop, graph, draft, output = clock
         compute, stall, manage, build, _, draft_stall, _, _ = spent

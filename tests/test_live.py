@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from screen import Screen
 
 from bmoe.live import LiveLine, Recent, fitting, follow
-from bmoe.metrics import StreamCounters, Token
-from bmoe.timing import TimeSplit
+from bmoe.metrics import Cost, StreamCounters, Token
 
 PIECES = st.lists(
     st.one_of(
@@ -30,9 +29,8 @@ PIECES = st.lists(
 
 
 def token(index: int = 1, **changes: Any) -> Token:
-    stream = StreamCounters(hits=3, misses=1, bytes=2 << 20)
-    time = TimeSplit(wall=20_000_000, stall=5_000_000)
-    return Token(index, 7, "", 0.02, 0.01, stream, {}, time, **changes)
+    stream = StreamCounters(hits=3, misses=1, bytes=2 << 20, wait_ns=5_000_000)
+    return Token(index, 7, "", 0.02, 0.01, stream, {}, Cost(stream, {}, (0, 20_000_000, 0, 0)), **changes)
 
 
 @settings(max_examples=150, deadline=None)
@@ -65,7 +63,8 @@ def test_the_line_says_what_it_should() -> None:
     assert fitting(parts, 25) == "50.0 tok/s | 75 % hit"
     assert fitting(parts, 5) == ""
     dense = Recent()
-    dense.add(Token(1, 7, "", 0.02, 0.01, StreamCounters(), {}, TimeSplit(wall=10_000_000)))
+    none = StreamCounters()
+    dense.add(Token(1, 7, "", 0.02, 0.01, none, {}, Cost(none, {}, (0, 10_000_000, 0, 0))))
     assert dense.line(None) == ["100.0 tok/s"]
 
 
