@@ -361,8 +361,9 @@ class Generation:
         context = engine.context
         engine.in_step = False
         engine.streamer.set_dropping(drop)
-        engine.streamer.begin_graph()
+        # In this order: what lies between the two is of the graph's account, as the streamer's own times are.
         self._clock.switch(GRAPH)
+        engine.streamer.begin_graph()
         try:
             code = context.decode_each(tokens, len(engine.cached_ids), skip) if each else context.decode(tokens)
         finally:
