@@ -119,7 +119,7 @@ def measure(
 
 
 def speed(args: argparse.Namespace) -> int:
-    """Rounds over all models and budgets; 1 where a cell's median is off by more than `WITHIN`."""
+    """Rounds over all models and budgets; 1 where a cell's median is off by more than `--within`."""
     why = cgroup.can_cap()
     if why:
         print(f"skipped: capped memory ({why})")
@@ -139,7 +139,7 @@ def speed(args: argparse.Namespace) -> int:
                         f"{last['predicted']['tok_s']['mid']:.2f}, measured {last['measured']['tok_s']:.2f} tok/s",
                         file=sys.stderr, flush=True,
                     )  # fmt: skip
-            off += show(wanted, cells)
+            off += show(wanted, cells, args.within)
             collected[wanted] = cells
             if wanted in ("zipf", "uniform"):
                 Path(path).unlink()
@@ -148,7 +148,7 @@ def speed(args: argparse.Namespace) -> int:
     return 1 if off else 0
 
 
-def show(model: str, cells: dict[str, list[dict[str, Any]]]) -> int:
+def show(model: str, cells: dict[str, list[dict[str, Any]]], within: float) -> int:
     """One table; how many cells are off."""
     print(f"\n{model}: {next(iter(cells.values()))[0]['measured']['prompt_tokens']} tokens of prompt")
     heads = ("MiB", "predicted", "range", "measured", "ratio", "min-max", "in range", "hit % p/m")
@@ -158,7 +158,7 @@ def show(model: str, cells: dict[str, list[dict[str, Any]]]) -> int:
     for name, runs in cells.items():
         ratios = [r["predicted"]["tok_s"]["mid"] / r["measured"]["tok_s"] for r in runs]
         middle = statistics.median(ratios)
-        off += abs(middle - 1) > WITHIN
+        off += abs(middle - 1) > within
         predicted, low, high = (
             statistics.median(r["predicted"]["tok_s"][k] for r in runs) for k in ("mid", "low", "high")
         )
@@ -172,7 +172,7 @@ def show(model: str, cells: dict[str, list[dict[str, Any]]]) -> int:
             f"{statistics.median(r['measured']['tok_s'] for r in runs):.2f}", f"{middle:.2f}",
             f"{min(ratios):.2f}-{max(ratios):.2f}", f"{inside}/{len(runs)}", f"{hit[0]:.1f}/{hit[1]:.1f}",
         )  # fmt: skip
-        mark = "" if abs(middle - 1) <= WITHIN else f"  more than {100 * WITHIN:.0f} % off"
+        mark = "" if abs(middle - 1) <= within else f"  more than {100 * within:.0f} % off"
         print(f"{name:<8}" + "".join(f"{v:>{w}}" for v, w in zip(values, widths, strict=True)) + mark)
     return off
 
@@ -188,7 +188,8 @@ def _model(stack: ExitStack, wanted: str, args: argparse.Namespace) -> str:
 
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bmoe-inspect-", dir=args.dir)))
     path = place / f"{wanted}.gguf"
-    make_model(path, "qwen3-30b-a3b", layers=12, router=wanted, zipf_s=1.3 if wanted == "zipf" else 1.0)
+    zipf_s = 1.3 if wanted == "zipf" else 1.0
+    make_model(path, "qwen3-30b-a3b", layers=12, router=wanted, zipf_s=zipf_s, scale=args.scale)
     return str(path)
 
 
@@ -258,6 +259,8 @@ def main() -> int:
     )
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--prompt-tokens", type=int, default=128)
+    p.add_argument("--within", type=float, default=WITHIN, help="how far off a median may be, as a part (%(default)s)")
+    p.add_argument("--scale", type=int, default=1, help="divide the sizes of made models, for tests")
     p.add_argument("--dir", type=Path, help="where models are made (the system's temporary directory)")
     p.add_argument("--out", type=Path, help="write every run here, as JSON")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)

@@ -304,6 +304,8 @@ cdef void pool_wait_progress(Pool *p, int seq) noexcept nogil:
         if bm_load(&p.done_seq) != seq:
             return
         bm_pause()
+    if bm_yield_while(&p.done_seq, seq, BM_YIELD_NS):
+        return
     bm_add(&p.sleepers, 1)
     if bm_load(&p.done_seq) == seq:
         bm_futex_wait(&p.done_seq, seq)

@@ -36,6 +36,20 @@ static inline int64_t bm_thread_cpu_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* Waits until *p != v without giving up the core, lending it to whoever else is runnable there; 0 after `ns`.
+ * A thread that sleeps for a short wait is woken on whatever core looks free to the waker, and where that is the core of
+ * a compute thread that spins at its own barrier, it is not run before the next timer tick, 4 ms later. */
+static inline int bm_yield_while(const int *p, int v, int64_t ns) {
+    int64_t end = bm_now_ns() + ns;
+    do {
+        for (int i = 0; i < 16; i++) {
+            if (bm_load(p) != v) return 1;
+            sched_yield();
+        }
+    } while (bm_now_ns() < end);
+    return 0;
+}
+
 /* Sleeps while *p == v; may return early. */
 static inline void bm_futex_wait(int *p, int v) {
     syscall(SYS_futex, p, FUTEX_WAIT_PRIVATE, v, (void *)0, (void *)0, 0);
@@ -55,6 +69,9 @@ static inline void bm_spin_lock(int *p) {
 }
 static inline void bm_spin_unlock(int *p) { bm_store(p, 0); }
 
+/* How long a compute thread yields before it sleeps. */
+#define BM_YIELD_NS 300000
+
 typedef struct {
     int arrived;
     int phase;
@@ -62,7 +79,7 @@ typedef struct {
 } bm_barrier;
 
 /* All n callers return together; what each wrote before is visible to all after. Spins for a few
- * microseconds (the usual skew between compute threads), then sleeps, so that lanes get the core. */
+ * microseconds (the usual skew between compute threads), then yields to lanes, then sleeps. */
 static inline void bm_barrier_wait(bm_barrier *b, int n) {
     if (n <= 1) return;
     int phase = bm_load(&b->phase);
@@ -76,6 +93,7 @@ static inline void bm_barrier_wait(bm_barrier *b, int n) {
         if (bm_load(&b->phase) != phase) return;
         bm_pause();
     }
+    if (bm_yield_while(&b->phase, phase, BM_YIELD_NS)) return;
     bm_add(&b->sleepers, 1);
     while (bm_load(&b->phase) == phase) bm_futex_wait(&b->phase, phase);
     bm_add(&b->sleepers, -1);

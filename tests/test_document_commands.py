@@ -61,6 +61,17 @@ BENCH: dict[str, Short] = {
         {"--chunks": ["1"], "--window": ["32"], "--parts": ["0.5"], "--thresholds": ["0.5"], "--used": ["3"]},
         says="perplexity",
     ),
+    "bench/inspect_accuracy.py": Short(
+        {"--rounds": ["1"]},
+        added={
+            "--tokens": ["4"],
+            "--prompt-tokens": ["8"],
+            "--budgets": ["100 %"],
+            "--scale": ["16"],
+            "--within": ["99"],
+        },
+        says="range",
+    ),
     "bench/replay.py": Short({"--budgets": ["20"]}, says="belady"),
     "bench/eviction.py": Short(),
     "bench/bench_drafters.py": Short(says="bytes held per token"),
@@ -92,6 +103,7 @@ PLACEHOLDERS: dict[str, list[str]] = {
     "report RUN.csv": ["run.csv"],
     "perplexity FILE": ["text.txt"],
     "../shared/data/route-traces/*.gz": ["routes.csv", "routes-2.csv"],
+    "../shared/data/route-traces/*.route.csv.gz": ["routes.csv"],
 }
 """What stands for a word of a document, or for such a word of one command ("trace FILE")."""
 
@@ -172,7 +184,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def place(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Path:
     """Where commands run, with what documents name: routes and reads of a run, a text."""
     folder = tmp_path_factory.mktemp("place")
-    words = ["--cache-mb", "20", "--overlap", "-n", "12", "-t", "1", "-p", "def read_config(path):"]
+    words = ["--cache-mb", "20", "--overlap", "-n", "40", "-t", "1", "-p", "def read_config(path):"]
     done = run(
         *words,
         "--route-trace",
@@ -252,7 +264,7 @@ def run_script(piece: Piece, words: list[str], place: Path, links: Callable[[Seq
 def run_pytest(piece: Piece, words: list[str]) -> None:
     """A suite of benchmarks: each of its tests once, without timing, but for the long ones.
 
-    Of the gates, the exact ones of the drafters: tests/test_gates.py runs all, and `--rebase` would write a file.
+    Of the gates, the exact ones of the drafters: .ci/run runs all, and `--rebase` would write a file.
     """
     if "--gate" in words:
         words = ["bench", "--gate", "-m", "exact", "-k", "drafters"]

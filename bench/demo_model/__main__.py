@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 STEPS = ("prepare", "train", "export", "check", "evaluate")
-COPIES = 6000
+COPIES = 7000
 CHECKED = 300  # tokens that `check` compares
 FILE = "bmoe-demo-26m-a5m-q8_0.gguf"
 DESCRIPTION = "A small MoE model to show and test a streaming engine with; good at nothing else."

@@ -17,9 +17,12 @@ LICENSE = "PSF License Version 2"
 DOCS = ("/usr/share/doc/python3.{minor}/html/_sources", "/usr/share/doc/python3/html/_sources")
 # One file in fifty, by a hash of its name: the same ones on every machine.
 HELD_OUT = 50
+NATURAL = ("library", "docs", "tests")  # kinds of documents
 # Tables of numbers teach a model of this size nothing and are a fortieth of the text.
 TABLE_SHARE = 0.35
 _TABLE = re.compile(r"[0-9\\]")
+AGAIN = 0.55  # how often the next definition of a copy example has come before,
+EDITED = 0.15  # and how often such a one is edited
 _DEFINITION = re.compile(r"^( *)(?:async def|def|class) \w+", re.M)
 
 
@@ -54,7 +57,7 @@ def collect(stdlib: Path, docs: Path) -> list[Document]:
     Raises FileNotFoundError where a tree is missing or has no text.
     """
     found: list[Document] = []
-    seen: set[int] = set()
+    seen: set[str] = set()
     for root, pattern, source in ((stdlib, "*.py", "lib"), (docs, "*.rst*", "doc")):
         files = sorted(p for p in root.rglob(pattern) if "site-packages" not in p.parts and p.is_file())
         if not files:
@@ -65,9 +68,9 @@ def collect(stdlib: Path, docs: Path) -> list[Document]:
                 text = path.read_text("utf-8").replace("\r\n", "\n").strip() + "\n"
             except UnicodeDecodeError:
                 continue  # a test of other encodings
-            if len(text) < 200 or is_table(text) or hash(text) in seen:
+            if len(text) < 200 or is_table(text) or text in seen:
                 continue
-            seen.add(hash(text))
+            seen.add(text)
             name = f"{source}/{relative.as_posix()}"
             kind = "docs" if source == "doc" else kind_of(relative)
             found.append(Document(name, kind, text, held_out(name)))
@@ -86,27 +89,56 @@ def definitions(text: str, least: int = 200, most: int = 1600) -> list[str]:
     return blocks
 
 
-def repetitions(documents: Iterable[Document], count: int, seed: int, longest: int = 2800) -> list[str]:
-    """Texts in which a definition comes twice, other ones between: what teaches a model to copy.
+@dataclass(frozen=True)
+class Repetition:
+    """A text in which definitions come again; `unscored`: the parts [begin, end) in characters, that one begins again
+    and which, that a reader cannot know beforehand."""
 
-    Half of the second copies have a name changed throughout, as an edited copy does. No text is longer than `longest`
-    characters, so that both copies fit in one training window.
+    text: str
+    unscored: tuple[tuple[int, int], ...]
+
+
+def repetitions(documents: Iterable[Document], count: int, seed: int, least: int = 3600) -> list[Repetition]:
+    """Texts of definitions of one file, of which about half have come before in the text: they teach to copy.
+
+    One in seven of those has a name changed throughout, as an edited copy does. In half of the texts no definition is
+    longer than 600 characters, so that a window of 512 tokens holds several. Texts are `least` characters or a
+    definition more, less where the file has too few.
     """
     draw = random.Random(seed)
-    pools = [blocks for d in documents if d.kind == "library" and len(blocks := definitions(d.text)) >= 4]
-    texts = []
+    pools = [blocks for d in documents if d.kind == "library" and len(blocks := definitions(d.text, 120)) >= 4]
+    made = []
     for _ in range(count):
-        blocks = draw.choice(pools)
-        first, *between = draw.sample(blocks, min(len(blocks), draw.randint(1, 4)))
-        again = first
-        names = [n for n in set(re.findall(r"\b[a-z_]{4,}\b", first)) if first.count(n) > 1]
-        if names and draw.random() < 0.5:
-            old = draw.choice(sorted(names))
-            again = re.sub(rf"\b{old}\b", draw.choice(("value", "item", "name", "source", "result", old + "s")), first)
-        parts = [first]
-        for block in between:
-            if sum(map(len, parts)) + len(block) + len(again) < longest:
-                parts.append(block)
-        parts.append(again)
-        texts.append("\n".join(parts))
-    return texts
+        most = draw.choice((600, 1600))
+        left = [b for b in draw.choice(pools) if len(b) <= most]
+        draw.shuffle(left)
+        text, before, unscored = "", list[str](), []
+        repeats = 0
+        while len(text) < least and (left or repeats < 2 * len(before)):
+            if before and (not left or draw.random() < AGAIN):
+                block = draw.choice(before)
+                begin = _DEFINITION.match(block)
+                assert begin is not None  # every block begins with one
+                unscored.append((max(0, len(text) - 1), len(text) + begin.end()))
+                if draw.random() < EDITED:
+                    block = renamed(block, draw)
+                repeats += 1
+            else:
+                block = left.pop()
+                if block in text or any(b in block for b in before):
+                    continue  # a method of a class that is here
+                before.append(block)
+            text += block + "\n"
+        made.append(Repetition(text, tuple(unscored)))
+    return made
+
+
+def renamed(block: str, draw: random.Random) -> str:
+    """A definition with one of the names that it uses repeatedly changed everywhere but in its first line."""
+    head, body = block.split("\n", 1) if "\n" in block else (block, "")
+    names = sorted(n for n in set(re.findall(r"\b[a-z_]{4,}\b", body)) if body.count(n) > 1)
+    if not names:
+        return block
+    old = draw.choice(names)
+    new = draw.choice(("value", "item", "name", "source", "result", old + "s"))
+    return f"{head}\n" + re.sub(rf"\b{old}\b", new, body)

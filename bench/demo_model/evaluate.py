@@ -22,8 +22,8 @@ from .model import Network
 
 WINDOW = 1024
 GENERATED = 200
-# A loop: the last this many tokens repeat with a period of no more than a third of them.
-LOOP_TAIL = 48
+# A loop: a period of at most LOOP_PERIOD tokens three times at the end, and at least LOOP_TAIL tokens of it.
+LOOP_PERIOD, LOOP_TAIL = 64, 48
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 
 
@@ -80,9 +80,12 @@ def prediction(model: Path, texts: Sequence[str], tokenize: Any) -> dict[str, An
 
 
 def in_loop(ids: Sequence[int]) -> bool:
-    """Whether a generation ends in a loop: its last 48 tokens repeat with a period of 16 or less."""
-    tail = list(ids[-LOOP_TAIL:])
-    return len(tail) == LOOP_TAIL and any(tail[p:] == tail[:-p] for p in range(1, LOOP_TAIL // 3 + 1))
+    """Whether a generation ends in a loop: 48 tokens, or three times the period, repeat with one of 64 or less."""
+    for period in range(1, LOOP_PERIOD + 1):
+        tail = list(ids[-max(LOOP_TAIL, 3 * period) :])
+        if len(tail) >= max(LOOP_TAIL, 3 * period) and tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

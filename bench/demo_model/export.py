@@ -38,7 +38,7 @@ def write(path: Path, shape: Shape, params: Params, tokenizer: Path, *, q8: bool
     w.add_head_count_kv(shape.kv_heads)
     w.add_key_length(shape.head_dim)
     w.add_value_length(shape.head_dim)
-    w.add_rope_dimension_count(shape.head_dim)
+    w.add_rope_dimension_count(shape.rotary)
     w.add_rope_freq_base(shape.rope_base)
     w.add_layer_norm_rms_eps(shape.eps)
     w.add_expert_count(shape.experts)
@@ -98,6 +98,7 @@ def read(path: Path) -> tuple[Shape, Params]:
         heads=value("attention.head_count"),
         kv_heads=value("attention.head_count_kv"),
         head_dim=value("attention.key_length"),
+        rotary=value("rope.dimension_count"),
         experts=value("expert_count"),
         used=value("expert_used_count"),
         ff=value("expert_feed_forward_length"),

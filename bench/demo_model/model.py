@@ -64,16 +64,18 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(shape: Shape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, head_dim / 2] of NeoX-style rotary positions."""
-    half = shape.head_dim // 2
+    """Cosines and sines [length, rotary / 2] of NeoX-style rotary positions."""
+    half = shape.rotary // 2
     inverse = shape.rope_base ** (-torch.arange(half, dtype=torch.float64) / half)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * inverse
     return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    """Rotates the first dimensions of each head, as many as there are angles for; the others stay."""
+    half = cos.shape[1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,38 +202,40 @@ class Experts(torch.autograd.Function):
         )
 
 
-def _softmax_loss(logits: Tensor, target: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _softmax_loss(logits: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.float()
     top = logits.logsumexp(-1)
-    loss = (top - logits.gather(1, target[:, None])[:, 0]).sum()
+    loss = ((top - logits.gather(1, target[:, None])[:, 0]) * scale).sum()
     d = torch.exp(logits - top[:, None])
     hot = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
-    return loss, ((d - hot.float()) * scale).to(torch.bfloat16)
+    return loss, ((d - hot.float()) * scale[:, None]).to(torch.bfloat16)
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross entropy of `h @ output.T` (nats), a part of the tokens at a time: logits never exist as a whole."""
+    """Mean cross entropy of `h @ output.T` (nats) over tokens of the given weights, a part of the tokens at a time:
+    logits never exist as a whole."""
 
     ROWS = 1024
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    def forward(ctx: Any, h: Tensor, output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         w = output.to(h.dtype)
+        scale = weight / weight.sum().clamp(min=1)
         dh, dw, total = torch.empty_like(h), torch.zeros_like(output), h.new_zeros((), dtype=torch.float32)
         for at in range(0, len(h), HeadLoss.ROWS):
             rows = slice(at, at + HeadLoss.ROWS)
-            part, d = softmax_loss(h[rows] @ w.t(), target[rows], 1.0 / len(h))
+            part, d = softmax_loss(h[rows] @ w.t(), target[rows], scale[rows])
             d = d.to(h.dtype)
             total = total + part
             torch.mm(d, w, out=dh[rows])
             dw += (d.t() @ h[rows]).float()
         ctx.save_for_backward(dh, dw)
-        return total / len(h)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dh, dw = ctx.saved_tensors
-        return dh * grads[0].to(dh.dtype), dw * grads[0], None
+        return dh * grads[0].to(dh.dtype), dw * grads[0], None, None
 
 
 def _head_input(
@@ -321,15 +325,18 @@ class Network:
     def logits(self, rows: Tensor) -> Tensor:
         return rows.to(self.dtype) @ self.p["output.weight"].to(self.dtype).t()
 
-    def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean nats per token of the trunk and of the MTP head; tokens int64 [batch, length + 2]."""
+    def losses(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean nats per token of the trunk and of the MTP head; tokens int64 [batch, length + 2], weights float32 of
+        the same shape: 0 for a token that is read but that nothing should learn to predict."""
         ids, one, two = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.trunk(ids)
         output = self.p["output.weight"]
 
-        def loss(rows: Tensor, target: Tensor) -> Tensor:
+        def loss(rows: Tensor, target: Tensor, weight: Tensor) -> Tensor:
             flat = rows.reshape(-1, self.shape.embd).to(self.dtype)
-            value: Tensor = HeadLoss.apply(flat, output, target.reshape(-1))  # type: ignore[no-untyped-call]
+            value: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
+                flat, output, target.reshape(-1), weight.reshape(-1)
+            )
             return value
 
-        return loss(hidden, one), loss(self.head(hidden, one), two)
+        return loss(hidden, one, weights[:, 1:-1]), loss(self.head(hidden, one), two, weights[:, 2:])

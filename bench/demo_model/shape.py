@@ -16,6 +16,7 @@ class Shape:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
+    rotary: int = 32  # dimensions of a head that are rotated; by the others a head looks back at any distance alike
     experts: int = 32
     used: int = 4
     ff: int = 128
@@ -31,14 +32,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """How it is trained. Token counts are of the next-token loss; the sequence grows to `long` for the last part."""
+    """How it is trained. Token counts are of the next-token loss; the sequence grows from `early` to `long`."""
 
-    tokens: int = 22_500_000
+    tokens: int = 16_000_000
     batch_tokens: int = 8192
+    early: int = 256
+    early_share: float = 0.3
     short: int = 512
     long: int = 1024
     long_share: float = 0.25
-    mix: tuple[float, ...] = (0.42, 0.24, 0.19, 0.15)  # library, docs, tests, copy
+    # Library, docs, tests, copy, random: looking back is learnt first, and on short sequences.
+    early_mix: tuple[float, ...] = (0.34, 0.17, 0.13, 0.16, 0.20)
+    mix: tuple[float, ...] = (0.40, 0.22, 0.17, 0.16, 0.05)
+    loop_share: float = 0.25  # of the windows of natural text: a loop that ends is put into them
     rate: float = 8e-3
     router_rate: float = 0.25  # of `rate`
     warmup: int = 100
@@ -59,7 +65,13 @@ class Plan:
 
     def length(self, step: int) -> int:
         """Tokens of one sequence in this step."""
+        if step < self.steps * self.early_share:
+            return self.early
         return self.long if step >= self.steps * (1 - self.long_share) else self.short
+
+    def mix_at(self, step: int) -> tuple[float, ...]:
+        """Shares of the kinds of text in this step; their sum is 1."""
+        return self.early_mix if step < self.steps * self.early_share else self.mix
 
     def rate_at(self, step: int) -> float:
         """Warm-up, a plateau, then a straight line to `floor` of the rate."""

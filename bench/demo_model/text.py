@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from . import corpus
 
 END = "<|endoftext|>"
-KINDS = ("library", "docs", "tests", "copy")
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -42,10 +41,27 @@ def stream(tokenizer: Tokenizer, texts: list[str]) -> npt.NDArray[np.uint16]:
     return np.array(ids, np.uint16)
 
 
-def prepare(work: Path, stdlib: Path, docs: Path, vocab: int, copies: int, seed: int) -> dict[str, Any]:
-    """Writes `tokenizer.json`, `<kind>.npy`, `held_out.json` and `corpus.json` into `work`; the last one's content.
+def copies(
+    tokenizer: Tokenizer, texts: list[corpus.Repetition]
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8]]:
+    """The same of texts with repeats, and for each id whether it is to be learnt: 0 inside an unscored part."""
+    ids: list[int] = []
+    weights: list[int] = []
+    for text, encoded in zip(texts, tokenizer.encode_batch([t.text for t in texts]), strict=True):
+        unscored = np.zeros(len(text.text) + 1, bool)
+        for begin, end in text.unscored:
+            unscored[begin:end] = True
+        ids += [0, *encoded.ids]
+        weights += [1, *(int(not unscored[begin]) for begin, _ in encoded.offsets)]
+    return np.array(ids, np.uint16), np.array(weights, np.uint8)
 
-    The order of the documents is drawn with `seed`. Raises FileNotFoundError where the text is missing.
+
+def prepare(work: Path, stdlib: Path, docs: Path, vocab: int, count: int, seed: int) -> dict[str, Any]:
+    """Writes `tokenizer.json`, `<kind>.npy`, `copy_weights.npy`, `held_out.json` and `corpus.json` into `work`; the
+    last one's content.
+
+    `count` texts with repeats are made; they and the order of the documents are drawn with `seed`.
+    Raises FileNotFoundError where the text is missing.
     """
     documents = corpus.collect(stdlib, docs)
     train = [d for d in documents if not d.held_out]
@@ -62,15 +78,15 @@ def prepare(work: Path, stdlib: Path, docs: Path, vocab: int, copies: int, seed:
         "tokens": {},
     }
     rng = np.random.default_rng(seed)
-    for kind in KINDS:
-        if kind == "copy":
-            texts = corpus.repetitions(train, copies, seed)
-        else:
-            texts = [d.text for d in train if d.kind == kind]
-            texts = [texts[i] for i in rng.permutation(len(texts))]
-        ids = stream(tokenizer, texts)
+    for kind in corpus.NATURAL:
+        texts = [d.text for d in train if d.kind == kind]
+        ids = stream(tokenizer, [texts[i] for i in rng.permutation(len(texts))])
         np.save(work / f"{kind}.npy", ids)
         facts["tokens"][kind] = len(ids)
+    ids, weights = copies(tokenizer, corpus.repetitions(train, count, seed))
+    np.save(work / "copy.npy", ids)
+    np.save(work / "copy_weights.npy", weights)
+    facts["tokens"]["copy"] = len(ids)
     (work / "held_out.json").write_text(json.dumps([{"name": d.name, "kind": d.kind, "text": d.text} for d in held]))
     (work / "corpus.json").write_text(json.dumps(facts, indent=1))
     return facts

@@ -10,53 +10,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from . import model
+from .batches import Batches
 from .optim import Optimizer
 from .shape import Plan, Shape
-from .text import KINDS
 
 CHECKPOINT = "checkpoint.pt"
 FINAL = "model.pt"
 
 
 def keep_memory() -> None:
-    """Keeps freed memory in the process: glibc would give every large tensor back and page it in again, which took
-    longer than the matrix products. Linux with glibc; elsewhere nothing."""
+    """Keeps freed memory in the process: glibc would give every large tensor back and page it in again, which takes
+    longer than much of the work on it (docs/demo-model.md). Linux with glibc; elsewhere nothing."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):
             for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 256 << 20)):  # mmap max, trim threshold, top pad
                 libc.mallopt(option, value)
-
-
-class Batches:
-    """Windows of the token streams: a pure function of seed and step."""
-
-    def __init__(self, streams: list[npt.NDArray[np.uint16]], plan: Plan) -> None:
-        self.streams, self.plan = streams, plan
-        # A copy example is read from its beginning: half of it teaches nothing.
-        self.starts = np.flatnonzero(streams[-1] == 0)
-
-    def at(self, step: int) -> Tensor:
-        """int64 [sequences, length + 2]."""
-        plan = self.plan
-        length = plan.length(step)
-        rng = np.random.default_rng((plan.seed, step))
-        kinds = rng.choice(len(self.streams), plan.batch_tokens // length, p=np.array(plan.mix) / sum(plan.mix))
-        rows = []
-        for kind in kinds:
-            stream = self.streams[kind]
-            if kind == len(self.streams) - 1:
-                start = int(rng.choice(self.starts[self.starts < len(stream) - length - 2]))
-            else:
-                start = int(rng.integers(len(stream) - length - 2))
-            rows.append(stream[start : start + length + 2].astype(np.int64))
-        return torch.from_numpy(np.stack(rows))
 
 
 def move_bias(bias: Tensor, load: Tensor, plan: Plan, rate: float) -> None:
@@ -75,8 +48,7 @@ def run(work: Path, shape: Shape, plan: Plan, compiled: bool = True, every: floa
     Writes a checkpoint every `every` seconds and the final model at the end. Raises ValueError if the checkpoint is
     of another shape or plan.
     """
-    streams = [np.load(work / f"{kind}.npy") for kind in KINDS]
-    batches = Batches(streams, plan)
+    batches = Batches.of(work, plan, shape.vocab)
     params, step = model.init(shape, plan.seed), 0
     optimizer = Optimizer(params, plan)
     spent, path = 0.0, work / CHECKPOINT
@@ -96,7 +68,7 @@ def run(work: Path, shape: Shape, plan: Plan, compiled: bool = True, every: floa
     done = sums = 0
     totals = torch.zeros(2)
     while step < plan.steps:
-        loss, mtp = net.losses(batches.at(step))
+        loss, mtp = net.losses(*(torch.from_numpy(a) for a in batches.at(step)))
         (loss + plan.mtp_weight * mtp).backward()  # type: ignore[no-untyped-call]
         rate = plan.rate_at(step)
         optimizer.step(rate)

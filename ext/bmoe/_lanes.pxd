@@ -17,6 +17,8 @@ cdef extern from "sync.h" nogil:
     int64_t bm_load64(const int64_t *p)
     void bm_pause()
     int64_t bm_now_ns()
+    int64_t BM_YIELD_NS
+    int bm_yield_while(const int *p, int v, int64_t ns)
     int64_t bm_thread_cpu_ns()
     void bm_futex_wait(int *p, int v)
     void bm_futex_wake_all(int *p)
