@@ -99,7 +99,13 @@ def main() -> int:
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.child:
-        print(json.dumps(child(args)))
+        import bmoe
+
+        try:
+            print(json.dumps(child(args)))
+        except bmoe.BmoeError as e:
+            print(f"{args.model}: {e}", file=sys.stderr)
+            return 1
         return 0
     why = cgroup.can_cap() if args.cap_mib else "no --cap-mib"
     if args.cap_mib and why:

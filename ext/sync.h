@@ -69,8 +69,10 @@ static inline void bm_spin_lock(int *p) {
 }
 static inline void bm_spin_unlock(int *p) { bm_store(p, 0); }
 
-/* How long a compute thread yields before it sleeps. */
-#define BM_YIELD_NS 300000
+/* How long a compute thread yields before it sleeps, ns: longer than most reads take (docs/streaming.md). */
+#ifndef BM_YIELD_NS
+#define BM_YIELD_NS 2000000
+#endif
 
 typedef struct {
     int arrived;
