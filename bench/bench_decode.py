@@ -121,17 +121,6 @@ def test_streamed(overlap: bool, compare: Compare, tmpfs: Path) -> None:
             os.close(fd)
 
 
-@pytest.mark.ratio
-def test_waiting(compare: Compare, tmpfs: Path) -> None:
-    """Two threads and no cache: overlapped, where each waits for its own slices, and waiting for all reads at once."""
-    path = write_model(tmpfs)
-    how = {"cache_mb": 0, "ctx": 1024, "threads": 2, "odirect": False}
-    with bmoe.Engine.open(path, overlap=True, **how) as fine, bmoe.Engine.open(path, **how) as whole:
-        run(fine, 64)
-        run(whole, 64)
-        compare("decode/waiting", timed(lambda: _decode(fine)), timed(lambda: _decode(whole)))
-
-
 def _decode(engine: bmoe.Engine) -> None:
     # The prompt but for its last token is kept from the generation before.
     run(engine, TOKENS + 1)

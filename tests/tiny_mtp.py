@@ -183,8 +183,10 @@ def close_state(a: bytes, b: bytes) -> None:
     """Two states of a head's context: the same positions; keys and values but for the rounding of wider batches."""
     assert len(a) == len(b)
     x, y = np.frombuffer(a[: len(a) & ~1], np.float16), np.frombuffer(b[: len(b) & ~1], np.float16)
-    np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), atol=0.02, rtol=0.02)
-    assert (x.view(np.uint16) == y.view(np.uint16)).mean() > 0.8
+    wide, narrow = x.astype(np.float64), y.astype(np.float64)
+    np.testing.assert_allclose(wide, narrow, atol=0.02, rtol=0.02)
+    # How many are the same to the bit depends on the processor's kernels (0.78 to 0.99); nearly all are next to it.
+    assert np.isclose(wide, narrow, rtol=2**-9, atol=2**-10).mean() > 0.95
 
 
 def same_drafts(a: tuple[list[int], list[Batch]], b: tuple[list[int], list[Batch]]) -> None:
