@@ -6,7 +6,8 @@
 `speed`: MODEL is a GGUF, or `zipf`, `uniform` (made with bench/make_model.py for the time of the run: 4.62 GiB each,
 30 s) or `demo`, the bundled one; all three without any. In each round every budget is measured right after an inspect
 of its own, each a process of its own with the page cache dropped and memory capped, so that a slow minute of the
-machine falls on both. The ratio is taken round by round. Tokens are sampled; their time is that of their graphs.
+machine falls on both. The ratio is taken round by round. The tokens are those of a text, since what a made model would
+say is noise that repeats nothing; their time is that of their graphs.
 
 `traces`: the first 16 decoded tokens of a recorded run are what an inspect sees; the whole trace, through the engine's
 own cache policy, is what comes of it.
@@ -57,6 +58,24 @@ class Table:
             for row in csv.DictReader(f):
                 self.rows.append(row)
         return len(self.rows)
+
+    def find(self, column, value, default=None):
+        """The first row that has a value in a column, or the default where there is none."""
+        for number, row in enumerate(self.rows):
+            if row.get(column) == value:
+                return number, dict(row)
+        return default
+
+    def close(self):
+        if not self.changed:
+            return False
+        temporary = self.path.with_suffix(".new")
+        with open(temporary, "w", newline="", encoding=self.encoding) as f:
+            writer = csv.DictWriter(f, fieldnames=sorted(self.rows[0]), extrasaction="raise")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        temporary.replace(self.path)
+        return True
 '''
 
 
@@ -69,9 +88,9 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
     settings = {"overlap": True, "ctx": 1024, "cache_mb": args.cache_mb, "cache_ceil_mb": None}
     with bmoe.Engine.open(args.models[0], **settings) as engine:
-        prompt = engine.tokenize(PROMPT)[: args.prompt_tokens]
-        sampling = bmoe.Sampling(temp=0.8, seed=args.seed)
-        tokens = list(engine.generate(prompt, max_tokens=args.tokens + 1, sampling=sampling, stop_at_end=False))[1:]
+        text = engine.tokenize(PROMPT)
+        prompt, script = text[: args.prompt_tokens], text[args.prompt_tokens :][: args.tokens + 1]
+        tokens = list(engine.generate(prompt, max_tokens=len(script), script=script, stop_at_end=False))[1:]
         hits, misses = (sum(getattr(t.stream, name) for t in tokens) for name in ("hits", "misses"))
         return {
             "tok_s": 1 / statistics.median(t.decode_s for t in tokens),
@@ -102,9 +121,7 @@ def inspect_command(model: str) -> list[str]:
     return [sys.executable, "-m", "bmoe", "inspect", model, "--overlap", "-c", "1024", "--json"]
 
 
-def measure(
-    model: str, name: str, base: dict[str, Any], args: argparse.Namespace, cap: bool, number: int
-) -> dict[str, Any]:
+def measure(model: str, name: str, base: dict[str, Any], args: argparse.Namespace, cap: bool) -> dict[str, Any]:
     """One inspect and one generation with the budget that its row `name` has. `base`: an inspect without measuring."""
     budget = next(row["budget"] for row in base["predictions"] if row["name"] == name)
     cap_mib = budget // MiB + base["bytes"]["dense"] // MiB + BESIDE_MIB if cap else None
@@ -112,7 +129,7 @@ def measure(
     row = next(row for row in seen["predictions"] if row["name"] == name)
     command = [
         sys.executable, str(Path(__file__).resolve()), "speed", model, "--child", "--tokens", str(args.tokens),
-        "--prompt-tokens", str(args.prompt_tokens), "--seed", str(number), "--cache-mb", str(-(-budget // MiB)),
+        "--prompt-tokens", str(args.prompt_tokens), "--cache-mb", str(-(-budget // MiB)),
     ]  # fmt: skip
     got = run(command, cap_mib)
     return {"budget": budget, "predicted": row, "inspect": seen["measured"], "disk": seen["disk"], "measured": got}
@@ -132,7 +149,7 @@ def speed(args: argparse.Namespace) -> int:
             cells: dict[str, list[dict[str, Any]]] = {name: [] for name in args.budgets}
             for number in range(args.rounds):
                 for name, runs in cells.items():
-                    runs.append(measure(path, name, base, args, not why, number))
+                    runs.append(measure(path, name, base, args, not why))
                     last = runs[-1]
                     print(
                         f"round {number + 1}/{args.rounds} {wanted} {name}: predicted "
@@ -265,7 +282,6 @@ def main() -> int:
     p.add_argument("--out", type=Path, help="write every run here, as JSON")
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--cache-mb", type=int, default=0, help=argparse.SUPPRESS)
-    p.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.child:
         print(json.dumps(child(args)))
