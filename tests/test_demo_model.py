@@ -226,7 +226,7 @@ def test_trainer_and_llama_agree_and_a_resumed_run_is_the_same(tmp_path: Path, m
     for name, stop in (("whole", None), ("resumed", 3)):
         work = tmp_path / name
         work.mkdir()
-        for kind in (*text.NATURAL, "copy"):
+        for kind in (*corpus.NATURAL, "copy"):
             np.save(work / f"{kind}.npy", ids)
         np.save(work / "copy_weights.npy", np.ones(len(ids), np.uint8))
         if stop is not None:
@@ -242,6 +242,8 @@ def test_trainer_and_llama_agree_and_a_resumed_run_is_the_same(tmp_path: Path, m
         list(train.run(tmp_path / "whole", Shape(), plan, compiled=False))
     path = tmp_path / "tiny.gguf"
     export.write(path, shape, runs[0], tmp_path / "tokenizer.json", q8=False, card={"description": "x", "license": "y"})
+    written, _ = export.read(path)
+    assert (written.rotary, written.head_dim, written.heads) == (shape.rotary, shape.head_dim, shape.heads)
     found = check.compare(path, [0, *tokenizer.encode(CODE).ids[:60]], True)
     assert check.verdict(found, True) == []
     assert max(a.worst for a in found.values()) < 0.02

@@ -341,6 +341,22 @@ def test_a_refused_direct_read_is_said(moe: Path, monkeypatch: pytest.MonkeyPatc
     assert "through the page cache (--no-odirect)" in inspect(moe, "--no-odirect").out
 
 
+def test_the_disk_is_measured_within_bounds(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = inspect_model(moe, EngineConfig(threads=1))
+    sizes = {t.nbytes for layer in found.layers for t in layer.tensors}
+    whole = sum(t.nbytes * t.n_expert for layer in found.layers for t in layer.tensors)
+    assert len(sizes) == 1  # so that bytes are a number of slices
+    size = sizes.pop()
+    area = max(t.area for layer in found.layers for t in layer.tensors)
+    assert probe.measure_disk(found.file, found.layers, found.config).bytes == whole  # each slice once
+    monkeypatch.setattr(probe, "_BATCH", 4)
+    with monkeypatch.context() as m:
+        m.setattr(probe, "DISK_BYTES", 12 * area)
+        assert 4 * size < probe.measure_disk(found.file, found.layers, found.config).bytes <= 12 * area < whole
+    monkeypatch.setattr(probe, "DISK_SECONDS", 0.0)
+    assert probe.measure_disk(found.file, found.layers, found.config).bytes == 4 * size
+
+
 def test_a_refused_cache_is_said_and_the_rest_too(tiny: Any) -> None:
     path = tiny("qwen3moe", "Q8_0", **LARGE)
     done = inspect(path, "--no-measure", "--cache-mb", "1")
