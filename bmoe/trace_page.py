@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 4000
 """Columns of the residency map at most; more steps are averaged."""
 MiB = 1 << 20
-_STYLE = "body{font:15px/1.45 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}pre{overflow-x:auto;white-space:pre-wrap}"
+_STYLE = (
+    "body{font:15px/1.45 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
+    "pre{overflow-x:auto;white-space:pre-wrap}"
+)
 
 
 def require_plotly() -> ModuleType:
