@@ -34,19 +34,19 @@ def run_gates(*arguments: str, **env: str) -> tuple[int, str, list[str]]:
 
 @needs_a_compiler
 @pytest.mark.parametrize(
-    ("file", "tests", "name"),
+    ("file", "tests", "name", "factor"),
     [
-        ("bench_drafters.py", "plain_drafter and k4v", "drafters/ngram-map-k4v"),
-        ("bench_plan.py", "policy and votes", "plan/votes"),
-        ("bench_kernel.py", "Q4_K", "kernel/Q4_K x 1"),
-        ("bench_lanes.py", "large", "lanes/large x 1"),
-        ("bench_decode.py", "python", "decode/python"),
+        ("bench_drafters.py", "plain_drafter and k4v", "drafters/ngram-map-k4v", 2),
+        ("bench_plan.py", "policy and votes", "plan/votes", 8),
+        ("bench_kernel.py", "Q4_K", "kernel/Q4_K x 1", 2),
+        ("bench_lanes.py", "large", "lanes/large x 1", 2),
+        ("bench_decode.py", "python", "decode/python", 3),
     ],
 )
-def test_a_slowdown_is_a_breach(file: str, tests: str, name: str) -> None:
-    """Twice as slow. What is not slowed down beside it passes. A busy machine may hide it from one run."""
+def test_a_slowdown_is_a_breach(file: str, tests: str, name: str, factor: int) -> None:
+    """Slower by a factor: 2, more where a limit has to hold on processors that differ by as much. What is not slowed down beside it passes. A busy machine may hide it from one run."""
     for _ in range(5):
-        code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}=2")
+        code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}={factor}")
         if code:
             break
     assert code == 1, out
