@@ -44,7 +44,10 @@ def run_gates(*arguments: str, **env: str) -> tuple[int, str, list[str]]:
     ],
 )
 def test_a_slowdown_is_a_breach(file: str, tests: str, name: str, factor: int) -> None:
-    """Slower by a factor: 2, more where a limit has to hold on processors that differ by as much. What is not slowed down beside it passes. A busy machine may hide it from one run."""
+    """Slower by a factor: 2, more where a limit has to hold on processors that differ by as much.
+
+    What is not slowed down beside it passes. A busy machine may hide it from one run.
+    """
     for _ in range(5):
         code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}={factor}")
         if code:
