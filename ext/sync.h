@@ -36,9 +36,8 @@ static inline int64_t bm_thread_cpu_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Waits until *p != v without giving up the core, lending it to whoever else is runnable there; 0 after `ns`.
- * A thread that sleeps for a short wait is woken on whatever core looks free to the waker, and where that is the core of
- * a compute thread that spins at its own barrier, it is not run before the next timer tick, 4 ms later. */
+/* Waits until *p != v without leaving the core's queue, lending the core to whoever else is runnable there; 0 after `ns`.
+ * Threads that slept for short waits lost up to a timer tick at each (docs/streaming.md). */
 static inline int bm_yield_while(const int *p, int v, int64_t ns) {
     int64_t end = bm_now_ns() + ns;
     do {
