@@ -36,6 +36,11 @@ static inline int64_t bm_thread_cpu_ns(void) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+/* How long a thread that waits for a read yields before it sleeps, ns: longer than most reads take (docs/streaming.md). */
+#ifndef BM_YIELD_NS
+#define BM_YIELD_NS 2000000
+#endif
+
 /* Waits until *p != v without leaving the core's queue, lending the core to whoever else is runnable there; 0 after `ns`.
  * Threads that slept for short waits lost up to a timer tick at each (docs/streaming.md). */
 static inline int bm_yield_while(const int *p, int v, int64_t ns) {
@@ -68,11 +73,6 @@ static inline void bm_spin_lock(int *p) {
 }
 static inline void bm_spin_unlock(int *p) { bm_store(p, 0); }
 
-/* How long a compute thread yields before it sleeps, ns: longer than most reads take (docs/streaming.md). */
-#ifndef BM_YIELD_NS
-#define BM_YIELD_NS 2000000
-#endif
-
 typedef struct {
     int arrived;
     int phase;
@@ -80,7 +80,7 @@ typedef struct {
 } bm_barrier;
 
 /* All n callers return together; what each wrote before is visible to all after. Spins for a few
- * microseconds (the usual skew between compute threads), then yields to lanes, then sleeps. */
+ * microseconds (the usual skew between compute threads), then sleeps, so that lanes get the core. */
 static inline void bm_barrier_wait(bm_barrier *b, int n) {
     if (n <= 1) return;
     int phase = bm_load(&b->phase);
@@ -94,7 +94,6 @@ static inline void bm_barrier_wait(bm_barrier *b, int n) {
         if (bm_load(&b->phase) != phase) return;
         bm_pause();
     }
-    if (bm_yield_while(&b->phase, phase, BM_YIELD_NS)) return;
     bm_add(&b->sleepers, 1);
     while (bm_load(&b->phase) == phase) bm_futex_wait(&b->phase, phase);
     bm_add(&b->sleepers, -1);
