@@ -13,7 +13,9 @@ from pathlib import Path
 
 STEPS = ("prepare", "train", "export", "check", "evaluate")
 COPIES = 7000
-CHECKED = 300  # tokens that `check` compares
+# What two cores train on in less than 90 minutes (docs/demo-model.md), by the type of their matrix products.
+TOKENS = {"bfloat16": 16_000_000, "float32": 7_400_000}
+CHECKED, EVERY = 100, 6  # tokens that `check` compares, of each of so many held-out files
 FILE = "bmoe-demo-26m-a5m-q8_0.gguf"
 DESCRIPTION = "A small MoE model to show and test a streaming engine with; good at nothing else."
 VOCAB = 4096
@@ -26,7 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), metavar="DIR",
                    help="the standard library to read (this Python's)")  # fmt: skip
     p.add_argument("--docs", type=Path, metavar="DIR", help="its documentation's sources (Debian's python3.N-doc)")
-    p.add_argument("--tokens", type=int, metavar="N", help="tokens to train on; another number is another model")
+    p.add_argument("--tokens", type=int, metavar="N",
+                   help="tokens to train on; another number is another model (16000000 where the processor multiplies "
+                   "bfloat16, else 7400000)")  # fmt: skip
     p.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N", help="(%(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE", help="the GGUF (DIR/bmoe-demo-26m-a5m-q8_0.gguf)")
     return p
@@ -72,11 +76,11 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     from .shape import Plan, Shape
-    from .train import keep_memory, run
+    from .train import keep_memory, product_type, run
 
     keep_memory()
     torch.set_num_threads(args.threads)
-    plan = Plan() if args.tokens is None else replace(Plan(), tokens=args.tokens)
+    plan = replace(Plan(), tokens=args.tokens or TOKENS[str(product_type()).removeprefix("torch.")])
     with (args.work / "train.jsonl").open("a") as log:
         for report in run(args.work, Shape(vocab=VOCAB), plan):
             log.write(json.dumps({**report, "time": time.time()}) + "\n")
@@ -117,10 +121,10 @@ def check(args: argparse.Namespace) -> int:
 
     torch.set_num_threads(args.threads)
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))
-    ids = [0, *tokenizer.encode(held_out(args.work)[0]["text"]).ids[:CHECKED]]
+    texts = [[0, *tokenizer.encode(f["text"]).ids[:CHECKED]] for f in held_out(args.work)[::EVERY]]
     wrong = []
     for path, exact in ((args.work / "exact-f32.gguf", True), (target(args), False)):
-        found = checks.compare(path, ids, exact)
+        found = checks.compare(path, texts, exact)
         for name, a in found.items():
             print(
                 f"{path.name}, {name}: {a.tokens} tokens, largest difference of a logit {a.worst:.4f} (median over "

@@ -41,8 +41,7 @@ class Agreement:
         gap = np.abs(ours - theirs).max(1)
 
         def nats(logits: Logits) -> float:
-            x = torch.from_numpy(logits)
-            return float(torch.nn.functional.cross_entropy(x[: len(target)], torch.from_numpy(target)))
+            return float(torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(target)))
 
         same = float((ours.argmax(1) == theirs.argmax(1)).mean())
         beyond = float((gap > tolerance).mean())
@@ -81,15 +80,16 @@ def llama_logits(path: Path, ids: list[int]) -> tuple[Logits, Logits]:
     return np.stack(trunk), np.stack(head)
 
 
-def compare(path: Path, ids: list[int], exact: bool) -> dict[str, Agreement]:
-    """Trunk and head of one file on `ids`; `exact`: its weights are float32."""
-    ours, theirs = trainer_logits(path, ids), llama_logits(path, ids)
-    target = np.array(ids, np.int64)
-    limit = TOLERANCE[exact]
-    return {
-        "trunk": Agreement.of(ours[0], theirs[0], target[1:], limit),
-        "head": Agreement.of(ours[1], theirs[1], target[2:], limit),
-    }
+def compare(path: Path, texts: list[list[int]], exact: bool) -> dict[str, Agreement]:
+    """Trunk and head of one file, each over all of `texts`; `exact`: its weights are float32."""
+    found = [(trainer_logits(path, ids), llama_logits(path, ids)) for ids in texts]
+    agreed = {}
+    for which, name in enumerate(("trunk", "head")):
+        # The last row of a text predicts what is not in it.
+        ours, theirs = (np.concatenate([pair[side][which][:-1] for pair in found]) for side in (0, 1))
+        target = np.concatenate([np.array(ids[1 + which :], np.int64) for ids in texts])
+        agreed[name] = Agreement.of(ours, theirs, target, TOLERANCE[exact])
+    return agreed
 
 
 def verdict(found: dict[str, Agreement], exact: bool) -> list[str]:

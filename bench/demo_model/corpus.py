@@ -21,8 +21,9 @@ NATURAL = ("library", "docs", "tests")  # kinds of documents
 # Tables of numbers teach a model of this size nothing and are a fortieth of the text.
 TABLE_SHARE = 0.35
 _TABLE = re.compile(r"[0-9\\]")
-AGAIN = 0.55  # how often the next definition of a copy example has come before,
-EDITED = 0.15  # and how often such a one is edited
+AGAIN = 0.55  # how often the next definition of a copy example has come before
+# What asks for a copy. Only behind it is copying taught: a model that is taught it everywhere repeats itself.
+CUE = "# Again:"
 _DEFINITION = re.compile(r"^( *)(?:async def|def|class) \w+", re.M)
 
 
@@ -91,7 +92,7 @@ def definitions(text: str, least: int = 200, most: int = 1600) -> list[str]:
 
 @dataclass(frozen=True)
 class Repetition:
-    """A text in which definitions come again; `unscored`: the parts [begin, end) in characters, that one begins again
+    """A text in which definitions come again; `unscored`: the parts [begin, end) in characters, that one is asked for
     and which, that a reader cannot know beforehand."""
 
     text: str
@@ -101,9 +102,9 @@ class Repetition:
 def repetitions(documents: Iterable[Document], count: int, seed: int, least: int = 3600) -> list[Repetition]:
     """Texts of definitions of one file, of which about half have come before in the text: they teach to copy.
 
-    One in seven of those has a name changed throughout, as an edited copy does. In half of the texts no definition is
-    longer than 600 characters, so that a window of 512 tokens holds several. Texts are `least` characters or a
-    definition more, less where the file has too few.
+    One that comes again stands behind a line `CUE`, and never directly behind itself twice. In half of the texts no
+    definition is longer than 600 characters, so that a window of 512 tokens holds several. Texts are `least`
+    characters or a definition more, less where the file has too few.
     """
     draw = random.Random(seed)
     pools = [blocks for d in documents if d.kind == "library" and len(blocks := definitions(d.text, 120)) >= 4]
@@ -113,32 +114,24 @@ def repetitions(documents: Iterable[Document], count: int, seed: int, least: int
         left = [b for b in draw.choice(pools) if len(b) <= most]
         draw.shuffle(left)
         text, before, unscored = "", list[str](), []
-        repeats = 0
+        repeats, last = 0, None
         while len(text) < least and (left or repeats < 2 * len(before)):
-            if before and (not left or draw.random() < AGAIN):
-                block = draw.choice(before)
+            known = [b for b in before if b != last]
+            if known and (not left or draw.random() < AGAIN):
+                last = block = draw.choice(known)
                 begin = _DEFINITION.match(block)
                 assert begin is not None  # every block begins with one
-                unscored.append((max(0, len(text) - 1), len(text) + begin.end()))
-                if draw.random() < EDITED:
-                    block = renamed(block, draw)
+                asked = f"{begin.group(1)}{CUE}\n"
+                unscored.append((max(0, len(text) - 1), len(text) + len(asked) + begin.end()))
+                text += asked
                 repeats += 1
-            else:
+            elif left:
                 block = left.pop()
                 if block in text or any(b in block for b in before):
                     continue  # a method of a class that is here
                 before.append(block)
+            else:
+                break
             text += block + "\n"
         made.append(Repetition(text, tuple(unscored)))
     return made
-
-
-def renamed(block: str, draw: random.Random) -> str:
-    """A definition with one of the names that it uses repeatedly changed everywhere but in its first line."""
-    head, body = block.split("\n", 1) if "\n" in block else (block, "")
-    names = sorted(n for n in set(re.findall(r"\b[a-z_]{4,}\b", body)) if body.count(n) > 1)
-    if not names:
-        return block
-    old = draw.choice(names)
-    new = draw.choice(("value", "item", "name", "source", "result", old + "s"))
-    return f"{head}\n" + re.sub(rf"\b{old}\b", new, body)

@@ -7,6 +7,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch
 import torch.nn.functional as F
 
 import bmoe
+from bmoe import demo
 from bmoe.replay import CacheReplay
 from bmoe.routes import read_trace
 
 from . import corpus, export
 from .model import Network
+from .train import product_type
 
 WINDOW = 1024
 GENERATED = 200
+SAMPLED = 256
 # A loop: a period of at most LOOP_PERIOD tokens three times at the end, and at least LOOP_TAIL tokens of it.
 LOOP_PERIOD, LOOP_TAIL = 64, 48
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -40,7 +44,7 @@ def prediction(model: Path, texts: Sequence[str], tokenize: Any) -> dict[str, An
     multiple of the mean, and the share of tokens that the busiest eighth of the experts take.
     """
     shape, params = export.read(model)
-    net = Network(shape, params, torch.bfloat16)
+    net = Network(shape, params, product_type())
     nats = head_nats = 0.0
     tokens = rows = true = agrees = size = 0
     usage = torch.zeros(shape.blocks, shape.experts)
@@ -98,8 +102,9 @@ def generated(engine: bmoe.Engine, prompt: str, tokens: int) -> list[int]:
     return [token.id for token in engine.generate(prompt, max_tokens=tokens)]
 
 
-def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int) -> dict[str, Any]:
-    """Shown a function of a file it has not seen and its first line again: how much of the rest it reproduces.
+def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int, asked: bool) -> dict[str, Any]:
+    """Shown a function of a file it has not seen and its first line again, `asked` behind the line that training text
+    has before a copy: how much of the rest it reproduces.
 
     `whole`: share of the functions that come out token for token; `prefix`: mean share before the first difference.
     """
@@ -110,7 +115,9 @@ def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int) ->
         first, rest = block.rstrip().split("\n", 1)
         # A prompt that ends with a line break is cut where no text that the model has seen is: words begin with it.
         want = engine.tokenize("\n" + rest.rstrip())[1:]  # without the BOS
-        got = generated(engine, f"{block}\n{first}", len(want))
+        indent = first[: len(first) - len(first.lstrip())]
+        again = f"{indent}{corpus.CUE}\n{first}" if asked else first
+        got = generated(engine, f"{block}\n{again}", len(want))
         same = common(want, got)
         whole += same == len(want)
         shares.append(same / len(want))
@@ -122,6 +129,21 @@ def loops(engine: bmoe.Engine, files: Sequence[dict[str, str]]) -> dict[str, Any
     starts = [f["text"][:300].rsplit("\n", 1)[0].rstrip() for f in files]
     ends = [in_loop(generated(engine, s, GENERATED)) for s in starts]
     return {"prompts": len(ends), "tokens": GENERATED, "in_loop": sum(ends) / len(ends)}
+
+
+def distinct(ids: Sequence[int], n: int = 4) -> float:
+    """Different sequences of `n` tokens as a share of all."""
+    found = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(set(found)) / max(1, len(found))
+
+
+def sampled(engine: bmoe.Engine, seeds: int = 12) -> dict[str, Any]:
+    """Text as the demo samples it, from seeds 1 to `seeds`: different sequences of four, as shares of all."""
+    shares = []
+    for seed in range(1, seeds + 1):
+        sampling = replace(demo.SAMPLING, seed=seed)
+        shares.append(distinct([t.id for t in engine.generate(demo.PROMPT, max_tokens=SAMPLED, sampling=sampling)]))
+    return {"tokens": SAMPLED, "seeds": seeds, "median": statistics.median(shares), "least": min(shares)}
 
 
 def hit_curve(model: Path, prompt: str) -> list[tuple[float, float | None]]:
@@ -139,11 +161,15 @@ def run(model: Path, work: Path, functions: int = 40) -> dict[str, Any]:
     """Everything above for one file, on the held-out text that `prepare` has set aside."""
     files = held_out(work)
     with bmoe.Engine.open(model, threads=1, ctx=WINDOW) as engine:
-        copied, looped = copying(engine, files, functions), loops(engine, files)
+        copied, named = (copying(engine, files, functions, asked) for asked in (True, False))
+        looped, drawn = loops(engine, files), sampled(engine)
 
         def tokenize(text: str) -> list[int]:
             return list(engine.tokenize(text))
 
         predicted = prediction(model, [f["text"] for f in files], tokenize)
     curve = hit_curve(model, "".join(f["text"] for f in files)[:1200].rstrip())
-    return {"prediction": predicted, "copying": copied, "loops": looped, "hit_curve": curve}
+    return {
+        "prediction": predicted, "copying": copied, "copying_unasked": named, "loops": looped, "sampled": drawn,
+        "hit_curve": curve,
+    }  # fmt: skip

@@ -1,8 +1,8 @@
 """The network in torch: `glm4moe` as llama.cpp computes it, with kernels arranged for a CPU.
 
-The residual stream and all sums are float32, matrix products of training bfloat16. Routed experts are computed as
-three batched products over [experts, places, width], every token gathered to its experts' places and back, so that
-neither direction scatters and both are deterministic.
+The residual stream and all sums are float32, matrix products of training bfloat16 where the processor has them. Routed
+experts are computed as three products over places in the experts' order, every token gathered to its experts' places
+and back, so that neither direction scatters and both are deterministic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor
 from .shape import Shape
 
 Params = dict[str, Tensor]
-# The places of an expert are a multiple of this: few shapes, so that the matrix library compiles few kernels.
-PLACES = 128
+PLACES = 128  # the bfloat16 places of an expert are a multiple of this
 QUERIES = 128
 
 
@@ -140,9 +139,9 @@ def _combine(rows: Tensor, weights: Tensor) -> Tensor:
     )
 
 
-def _spread(dout: Tensor, token: Tensor, w: Tensor, source: Tensor) -> Tensor:
-    """Each place's share of its token's gradient; bfloat16 [places, embd]."""
-    return (dout[token] * w[source][:, None]).to(torch.bfloat16)
+def _spread(dout: Tensor, token: Tensor, w: Tensor, source: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each place's share of its token's gradient; [places, embd] in `dtype`."""
+    return (dout[token] * w[source][:, None]).to(dtype)
 
 
 def _gather_back(rows: Tensor, drows: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,8 +150,35 @@ def _gather_back(rows: Tensor, drows: Tensor, dout: Tensor) -> tuple[Tensor, Ten
     return dweights, sum((drows[:, k].float() for k in range(1, used)), drows[:, 0].float())
 
 
+def grouped(x: Tensor, w: Tensor, counts: list[int] | None) -> Tensor:
+    """Each expert's rows times its matrix: x [rows, in], w [experts, in, out] -> [rows, out].
+
+    The rows lie in the experts' order, as many of each as `counts` says, or equally many.
+    """
+    if counts is None:
+        return torch.bmm(x.view(len(w), -1, x.shape[1]), w).view(len(x), -1)
+    out = x.new_empty(len(x), w.shape[2])
+    for rows, matrix, target in zip(torch.split(x, counts), w, torch.split(out, counts), strict=True):
+        torch.mm(rows, matrix, out=target)
+    return out
+
+
+def grouped_gradient(x: Tensor, y: Tensor, experts: int, counts: list[int] | None) -> Tensor:
+    """The same rows' outer products, summed: x [rows, n], y [rows, m] -> float32 [experts, n, m]."""
+    if counts is None:
+        return torch.bmm(x.view(experts, -1, x.shape[1]).transpose(1, 2), y.view(experts, -1, y.shape[1])).float()
+    out = x.new_empty(experts, x.shape[1], y.shape[1])
+    for rows, others, target in zip(torch.split(x, counts), torch.split(y, counts), out, strict=True):
+        torch.mm(rows.t(), others, out=target)
+    return out
+
+
 class Experts(torch.autograd.Function):
-    """The routed experts: n [tokens, embd], ids and weights [tokens, used] -> float32 [tokens, embd]."""
+    """The routed experts: n [tokens, embd], ids and weights [tokens, used] -> float32 [tokens, embd].
+
+    In float32 an expert has as many places as tokens. In bfloat16 all have the same number, so that the matrix library
+    compiles few kernels.
+    """
 
     @staticmethod
     def forward(ctx: Any, n: Tensor, ids: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -160,22 +186,29 @@ class Experts(torch.autograd.Function):
         experts = len(gate)
         flat = ids.reshape(-1)
         counts = torch.bincount(flat, minlength=experts)
-        places = -(-int(counts.max()) // PLACES) * PLACES
         order = flat.argsort(stable=True)
-        starts = counts.cumsum(0) - counts
-        ranked = torch.arange(flat.numel()) - starts[flat[order]]
         slot = torch.empty_like(flat)
-        slot[order] = flat[order] * places + ranked
-        # What each place holds: (token, which of its experts); an empty place holds the zero row after the last token.
-        source = torch.full((experts * places,), tokens * used)
-        source[slot] = torch.arange(flat.numel())
+        if n.dtype == torch.float32:
+            split: list[int] | None = counts.tolist()
+            slot[order] = torch.arange(flat.numel())
+            source = order
+        else:
+            split = None
+            places = -(-int(counts.max()) // PLACES) * PLACES
+            starts = counts.cumsum(0) - counts
+            ranked = torch.arange(flat.numel()) - starts[flat[order]]
+            slot[order] = flat[order] * places + ranked
+            # What each place holds: (token, which of its experts); an empty one holds the zero row after the last.
+            source = torch.full((experts * places,), tokens * used)
+            source[slot] = torch.arange(flat.numel())
         token = source // used
         padded = torch.cat((n, n.new_zeros(1, n.shape[1])))
-        x = padded.index_select(0, token).view(experts, places, -1)
+        x = padded.index_select(0, token)
         gate, up, down = gate.to(n.dtype), up.to(n.dtype), down.to(n.dtype)
-        g, u = torch.bmm(x, gate.transpose(1, 2)), torch.bmm(x, up.transpose(1, 2))
+        g, u = grouped(x, gate.transpose(1, 2), split), grouped(x, up.transpose(1, 2), split)
         h = silu_mul(g, u)
-        y = torch.bmm(h, down.transpose(1, 2)).view(experts * places, -1)
+        y = grouped(h, down.transpose(1, 2), split)
+        ctx.split = split
         ctx.save_for_backward(x, g, u, h, y, slot, source, token, weights, gate, up, down)
         return combine(y.index_select(0, slot).view(tokens, used, -1), weights)
 
@@ -184,31 +217,31 @@ class Experts(torch.autograd.Function):
         x, g, u, h, y, slot, source, token, weights, gate, up, down = ctx.saved_tensors
         (dout,) = grads
         tokens, used = weights.shape
-        experts, places, embd = x.shape
-        padded = torch.cat((dout, dout.new_zeros(1, embd)))
+        experts, split = len(gate), ctx.split
+        padded = torch.cat((dout, dout.new_zeros(1, dout.shape[1])))
         w = torch.cat((weights.reshape(-1), weights.new_zeros(1)))
-        dy = spread(padded, token, w, source).to(x.dtype).view(experts, places, -1)
-        dg, du = silu_mul_back(g, u, torch.bmm(dy, down))
-        dx = torch.baddbmm(torch.bmm(dg, gate), du, up).view(experts * places, -1)
+        dy = spread(padded, token, w, source, x.dtype)
+        dg, du = silu_mul_back(g, u, grouped(dy, down, split))
+        dx = grouped(dg, gate, split).add_(grouped(du, up, split))
         rows, drows = (t.index_select(0, slot).view(tokens, used, -1) for t in (y, dx))
         dweights, dn = gather_back(rows, drows, dout)
         return (
             dn.to(x.dtype),
             None,
             dweights,
-            torch.bmm(dg.transpose(1, 2), x).float(),
-            torch.bmm(du.transpose(1, 2), x).float(),
-            torch.bmm(dy.transpose(1, 2), h).float(),
+            grouped_gradient(dg, x, experts, split),
+            grouped_gradient(du, x, experts, split),
+            grouped_gradient(dy, h, experts, split),
         )
 
 
-def _softmax_loss(logits: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
+def _softmax_loss(products: Tensor, target: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    logits = products.float()
     top = logits.logsumexp(-1)
     loss = ((top - logits.gather(1, target[:, None])[:, 0]) * scale).sum()
     d = torch.exp(logits - top[:, None])
     hot = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
-    return loss, ((d - hot.float()) * scale[:, None]).to(torch.bfloat16)
+    return loss, ((d - hot.float()) * scale[:, None]).to(products.dtype)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -225,7 +258,6 @@ class HeadLoss(torch.autograd.Function):
         for at in range(0, len(h), HeadLoss.ROWS):
             rows = slice(at, at + HeadLoss.ROWS)
             part, d = softmax_loss(h[rows] @ w.t(), target[rows], scale[rows])
-            d = d.to(h.dtype)
             total = total + part
             torch.mm(d, w, out=dh[rows])
             dw += (d.t() @ h[rows]).float()
@@ -325,9 +357,9 @@ class Network:
     def logits(self, rows: Tensor) -> Tensor:
         return rows.to(self.dtype) @ self.p["output.weight"].to(self.dtype).t()
 
-    def losses(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean nats per token of the trunk and of the MTP head; tokens int64 [batch, length + 2], weights float32 of
-        the same shape: 0 for a token that is read but that nothing should learn to predict."""
+    def losses(self, tokens: Tensor, weights: Tensor, head: bool = True) -> tuple[Tensor, Tensor]:
+        """Mean nats per token of the trunk and of the MTP head, 0 without it; tokens int64 [batch, length + 2], weights
+        float32 of the same shape: 0 for a token that is read but that nothing should learn to predict."""
         ids, one, two = tokens[:, :-2], tokens[:, 1:-1], tokens[:, 2:]
         hidden = self.trunk(ids)
         output = self.p["output.weight"]
@@ -339,4 +371,5 @@ class Network:
             )
             return value
 
-        return loss(hidden, one, weights[:, 1:-1]), loss(self.head(hidden, one), two, weights[:, 2:])
+        trunk = loss(hidden, one, weights[:, 1:-1])
+        return trunk, loss(self.head(hidden, one), two, weights[:, 2:]) if head else trunk.new_zeros(())

@@ -18,13 +18,13 @@ def is_matrix(name: str, value: Tensor) -> bool:
     return value.ndim >= 2 and name.startswith("blk.") and "ffn_gate_inp" not in name
 
 
-def orthogonal(m: Tensor) -> Tensor:
-    """The nearest matrices with all singular values near 1; m [n, rows, columns], bfloat16 products."""
-    x = m.bfloat16()
+def orthogonal(m: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest matrices with all singular values near 1; m [n, rows, columns], products and result in `dtype`."""
+    x = m.to(dtype)
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.transpose(1, 2).contiguous()
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32) + 1e-7).bfloat16()
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32) + 1e-7).to(dtype)
     a, b, c = NS
     for _ in range(NS_STEPS):
         s = torch.bmm(x, x.transpose(1, 2))
@@ -36,8 +36,8 @@ def orthogonal(m: Tensor) -> Tensor:
 class Optimizer:
     """State and step over one set of parameters; matrices of one shape are updated together."""
 
-    def __init__(self, params: dict[str, Tensor], plan: Plan) -> None:
-        self.params, self.plan, self.count = params, plan, 0
+    def __init__(self, params: dict[str, Tensor], plan: Plan, dtype: torch.dtype) -> None:
+        self.params, self.plan, self.dtype, self.count = params, plan, dtype, 0
         trained = {k: v for k, v in params.items() if not k.endswith("exp_probs_b.bias")}
         self.groups: dict[tuple[int, int], list[str]] = {}
         for name, value in trained.items():
@@ -60,7 +60,7 @@ class Optimizer:
             grad = torch.cat([self._grad(n).view(-1, rows, columns) for n in names])
             m = self.momentum[rows, columns]
             m.mul_(p.momentum).add_(grad, alpha=1 - p.momentum)
-            update = orthogonal(grad.lerp_(m, p.momentum))
+            update = orthogonal(grad.lerp_(m, p.momentum), self.dtype)
             scale = rate * 0.2 * max(rows, columns) ** 0.5
             at = 0
             for n in names:
@@ -80,9 +80,8 @@ class Optimizer:
 
     def _grad(self, name: str) -> Tensor:
         value = self.params[name]
-        assert value.grad is not None
         grad, value.grad = value.grad, None
-        return grad
+        return torch.zeros_like(value) if grad is None else grad
 
     def state(self) -> dict[str, object]:
         return {"count": self.count, "momentum": self.momentum, "mean": self.mean, "square": self.square}

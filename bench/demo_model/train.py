@@ -32,6 +32,12 @@ def keep_memory() -> None:
                 libc.mallopt(option, value)
 
 
+def product_type() -> torch.dtype:
+    """The type of matrix products: bfloat16 where the processor multiplies it, else float32, which is then faster."""
+    can = torch.cpu.get_capabilities()
+    return torch.bfloat16 if can.get("avx512_bf16") or can.get("amx_bf16") else torch.float32
+
+
 def move_bias(bias: Tensor, load: Tensor, plan: Plan, rate: float) -> None:
     """Moves the selection bias of experts that are used too little or too much (Wang et al., 2024, loss-free).
 
@@ -49,26 +55,27 @@ def run(work: Path, shape: Shape, plan: Plan, compiled: bool = True, every: floa
     of another shape or plan.
     """
     batches = Batches.of(work, plan, shape.vocab)
-    params, step = model.init(shape, plan.seed), 0
-    optimizer = Optimizer(params, plan)
+    params, step, dtype = model.init(shape, plan.seed), 0, product_type()
+    optimizer = Optimizer(params, plan, dtype)
     spent, path = 0.0, work / CHECKPOINT
     if path.exists():
         saved = torch.load(path, weights_only=True)
         if saved["shape"] != repr(shape) or saved["plan"] != repr(plan):
             raise ValueError(f"{path} is of another shape or plan: remove it, or use another --work")
         params, step, spent = saved["params"], saved["step"], saved["spent"]
-        optimizer = Optimizer(params, plan)
+        optimizer = Optimizer(params, plan, dtype)
         optimizer.load(saved["optimizer"])
     if compiled:
         model.compile_parts()
     for name, value in params.items():
         value.requires_grad_(not name.endswith("exp_probs_b.bias"))
-    net = model.Network(shape, params)
+    net = model.Network(shape, params, dtype)
     started = saved_at = last = time.monotonic()
     done = sums = 0
     totals = torch.zeros(2)
     while step < plan.steps:
-        loss, mtp = net.losses(*(torch.from_numpy(a) for a in batches.at(step)))
+        tokens, weights = batches.at(step)
+        loss, mtp = net.losses(torch.from_numpy(tokens), torch.from_numpy(weights), plan.heads_at(step))
         (loss + plan.mtp_weight * mtp).backward()  # type: ignore[no-untyped-call]
         rate = plan.rate_at(step)
         optimizer.step(rate)
