@@ -166,6 +166,9 @@ class Engine:
         stack.callback(self.context.close)
         # A recurrent state goes back only as far as its snapshots.
         self.widest_draft = min(shape.longest, self.context.n_snapshots) if self.context.recurrent else shape.longest
+        if config.draft.types and not self.widest_draft:
+            none = "--rs-snapshots 0" if not config.rs_snapshots else f"llama.cpp keeps none of {file.arch}"
+            self.notes.append(f"nothing is drafted: there are no recurrent states to go back to ({none})")
         self.pace = make_pace(config.draft.policy)
         self.buffers = self.context.buffers
         self.head: mtp.MtpSource | None = None

@@ -14,6 +14,7 @@ from conftest import OpenEngine
 from gguf_edit import Gguf
 from reference import prompt_ids
 from tiny_mtp import (
+    DENSE_HEADS,
     PROMPT,
     ForcedHead,
     N,
@@ -77,7 +78,7 @@ def test_a_head_that_is_wrong_costs_time_alone(
         assert r.spec.decodes == N - 1
     else:
         assert r.spec.drafted > r.spec.accepted > 0
-    assert r.flash_split.bytes["draft_source"] > 0
+    assert (r.flash_split.bytes["draft_source"] > 0) == (arch not in DENSE_HEADS)
     assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
     parts = ("base", "accepted", "rejected", "draft_source")
     assert sum(r.flash_split.bytes[c] for c in parts) == r.decode.bytes
@@ -286,6 +287,21 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert "greedy" in run("--mtp", "-n", "1").err
 
 
+def test_a_memory_that_cannot_go_back_says_so(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
+    """llama.cpp keeps no states of qwen3next to go back to; of qwen35moe none where the user wants none."""
+    for arch, settings, why in (
+        ("qwen3next", {}, "of qwen3next"),
+        ("qwen35moe", {"rs_snapshots": 0}, "--rs-snapshots 0"),
+    ):
+        path = tiny_mtp(arch)
+        plain = open_engine(path, **settings)
+        assert not any("drafted" in note for note in plain.notes)
+        engine = open_engine(path, draft=spec(), **settings)
+        assert any(note.startswith("nothing is drafted") and why in note for note in engine.notes)
+        assert engine.head is None
+        assert ids(engine, PROMPT) == ids(plain, PROMPT)
+
+
 def test_the_command_line_refuses(tiny: Any) -> None:
     done = run("--mtp", "-m", tiny("qwen3moe"), "-p", "x")
     assert done.code == 2
@@ -361,5 +377,5 @@ def test_reading_ahead_and_the_head(
     generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected
     r = generation.result
-    assert r.flash_split.bytes["draft_source"] > 0
+    assert (r.flash_split.bytes["draft_source"] > 0) == (arch not in DENSE_HEADS)
     assert r.flash_split.total == r.prefill.bytes + r.decode.bytes

@@ -54,8 +54,14 @@ def test_state_after_rejection_is_that_of_never_drafting(
     for state, row in zip(states[1:], rows[1:], strict=True):
         close_state(state, states[0])
         np.testing.assert_allclose(row, rows[0], atol=0.01)
-    with pytest.raises(AssertionError):
-        close_state(states[0][:-64] + bytes(64), states[0])
+    # Where keys and values lie differs: 64 bytes of them that are missing are seen.
+    seen, size = 0, len(states[0])
+    for at in (size // 2, size * 3 // 4, size - 64):
+        try:
+            close_state(states[0][:at] + bytes(64) + states[0][at + 64 :], states[0])
+        except AssertionError:
+            seen += 1
+    assert seen
 
 
 @models

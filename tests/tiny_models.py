@@ -140,6 +140,8 @@ class _Model:
     embd_std: float = 1.0
     # Whether a token's routes follow from its id: `scripted_routes`.
     scripted: bool = False
+    # Whether the architecture's own keys say how many heads of keys there are and how long.
+    own_heads: bool = False
 
     def __post_init__(self) -> None:
         self.n_block = self.n_layer + self.nextn
@@ -171,12 +173,14 @@ class _Model:
         """Keys that most architectures share."""
         self.raw_kv("general.name", f"tiny {self.arch} {self.quant}")
         self.kv(block_count=self.n_block, context_length=2048)
-        self.kv(embedding_length=self.n_embd, feed_forward_length=2 * self.n_ff)
+        self.kv(embedding_length=self.n_embd)
+        if self.arch != "nemotron_h_moe":
+            self.kv(feed_forward_length=2 * self.n_ff)
         self.kv(attention__head_count=self.n_head, attention__layer_norm_rms_epsilon=1e-6)
         self.kv(rope__freq_base=10000.0)
-        if self.arch != "deepseek2":
+        if not self.own_heads and self.arch != "deepseek2":
             self.kv(attention__head_count_kv=self.n_head_kv)
-        if self.arch not in ("deepseek2", "gemma4"):
+        if not self.own_heads and self.arch not in ("deepseek2", "gemma4"):
             self.kv(attention__key_length=self.head, attention__value_length=self.head)
         if self.arch != "llama":
             self.kv(expert_count=self.n_expert, expert_used_count=self.n_used)
@@ -335,11 +339,18 @@ class _Model:
         self.experts(il)
         self.mlp(il, self.n_ff, "_shexp")
 
+    def expert_table(self, il: int) -> None:
+        """The experts of each token, in place of a router's choice."""
+        rows = [self.rng.permutation(self.n_expert)[: self.n_used] for _ in vocabulary()]
+        self.writer.add_tensor(f"blk.{il}.ffn_gate_tid2eid.weight", np.array(rows, np.int32))
+
     def nextn_head(self, il: int) -> None:
         """What a multi-token-prediction block has on top of a trunk block."""
         self.mat(f"blk.{il}.nextn.eh_proj", self.n_embd, 2 * self.n_embd)
         for part in ("enorm", "hnorm", "shared_head_norm"):
-            self.norm(f"blk.{il}.nextn.{part}", self.n_embd)
+            # One architecture keeps the last of them under the name of a layer's own.
+            name = "layer_output_norm" if (self.arch, part) == ("bailingmoe3", "shared_head_norm") else f"nextn.{part}"
+            self.norm(f"blk.{il}.{name}", self.n_embd)
 
 
 # The architectures: each adds its own keys, then returns what writes one block.

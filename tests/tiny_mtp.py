@@ -13,33 +13,23 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
 from reference import prompt_ids
-from tiny_models import _Block, _Model, write_tiny
+from tiny_heads import BUILDERS
+from tiny_models import _Model, write_tiny
 
 import bmoe
 from bmoe import mtp
 from bmoe.drafting import DraftSpec
+from bmoe.llama_mtp import HEADS
 from bmoe.mtp import MtpSource
 
 TinyMtp = Callable[..., Path]
 
 
-def _hy_v3(m: _Model) -> _Block:
-    m.kv(rope__dimension_count=m.head, expert_shared_feed_forward_length=m.n_ff, expert_weights_norm=True)
-
-    def block(il: int) -> None:
-        m.attention(il, qk_norm=True)
-        m.norm(f"blk.{il}.ffn_norm", m.n_embd)
-        m.router(il)
-        m.experts(il)
-        m.mlp(il, m.n_ff, "_shexp")
-
-    return block
-
-
 def write_tiny_mtp(path: Path, arch: str, quant: str = "F32", heads: int = 1) -> Path:
-    """A tiny model with `heads` heads; only hy_v3 may have several."""
-    if arch == "hy_v3":
-        return _Model(path, arch, quant, 1, 0, 2, 8, 2, 128, 128, heads).write(_hy_v3)
+    """A tiny model with `heads` heads; only hy_v3, mimo2 and step35 may have several."""
+    if arch in BUILDERS:
+        builder, layers, own_heads = BUILDERS[arch]
+        return _Model(path, arch, quant, 1, 0, layers, 8, 2, 128, 128, heads, own_heads=own_heads).write(builder)
     assert heads == 1
     return write_tiny(path, arch, quant, nextn=True)
 
@@ -163,6 +153,9 @@ class ResidentHead:
 N = 40
 PROMPT = prompt_ids(24, 3)
 MODELS = [("glm4moe", 1), ("deepseek2", 1), ("qwen35moe", 1), ("hy_v3", 2), ("hy_v3", 3)]
+MODELS += [(arch, 2 if HEADS[arch] > 1 else 1) for arch in BUILDERS if arch not in ("hy_v3", "qwen3next")]
+FLIPPED = 0.1  # of the positions of a run, those that a router's near-tie may change, or one
+DENSE_HEADS = ("mimo2", "qwen35")  # whose heads have no experts; qwen35 has none at all
 models = pytest.mark.parametrize(("arch", "heads"), MODELS, ids=[f"{arch}-{heads}" for arch, heads in MODELS])
 
 
@@ -192,7 +185,8 @@ def close_state(a: bytes, b: bytes) -> None:
 def same_drafts(a: tuple[list[int], list[Batch]], b: tuple[list[int], list[Batch]]) -> None:
     """Two runs wrote the same, and their heads, asked at the same places, gave the same first token.
 
-    Logits but for the rounding of batches of other widths; a wrong row or key moves them by more than 1.
+    Logits but for the rounding of batches of other widths. It can tip a near-tie of a router, after which a position's
+    logits are others altogether; a wrong row or key moves those of every position behind it.
     """
     assert a[0] == b[0]
     first = [
@@ -205,6 +199,8 @@ def same_drafts(a: tuple[list[int], list[Batch]], b: tuple[list[int], list[Batch
     ]
     assert first[0].keys() == first[1].keys()
     assert len(first[0]) >= 5
+    apart = 0
     for position, x in first[0].items():
         assert x.tokens == first[1][position].tokens
-        np.testing.assert_allclose(x.logits, first[1][position].logits, atol=0.1)
+        apart += not np.allclose(x.logits, first[1][position].logits, atol=0.1)
+    assert apart <= max(1, FLIPPED * len(first[0]))
