@@ -15,6 +15,8 @@ from bmoe.drafting import DraftSpec, ModConfig, NgramConfig, make_drafter
 from bmoe.speculation import Tokens
 
 N = 150
+# Logits. The widest that was seen: 0.088, with kernels for AVX2; below 0.05 with AVX-512 and AMX.
+TIE = 0.15
 CODE = inspect.getsource(textwrap)[:2400]
 PROMPTS = {
     "copy": f"Repeat this file unchanged.\n{CODE}\n# again:\n",
@@ -95,7 +97,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
         return
     apart = margin(engine, ids, plain[:at], plain[at], result.token_ids[at])
     print(f"{name}, {prompt}: first differs at token {at}, a tie within {apart:.4f} logits")
-    assert 0.0 <= apart < 0.05
+    assert 0.0 <= apart < TIE
 
 
 def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -111,4 +113,4 @@ def test_a_difference_that_is_no_tie_would_be_seen(engine: bmoe.Engine) -> None:
     ids = engine.tokenize(PROMPTS["code"])
     plain = generate(engine, DraftSpec(), ids).token_ids
     wrong = prompt_ids(1, 5)[0]
-    assert margin(engine, ids, plain[:3], plain[3], wrong) > 0.05
+    assert margin(engine, ids, plain[:3], plain[3], wrong) > TIE

@@ -6,7 +6,6 @@ import pytest
 from conftest import OpenEngine, Tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import prompt_ids
 
 import bmoe
 from bmoe.drafting import DraftSpec, ModConfig
@@ -14,6 +13,10 @@ from bmoe.stopping import StopStrings
 
 # What is drafted depends on the text alone.
 WIDE = DraftSpec(("ngram-mod",), policy="always", ngram_mod=ModConfig(2, 1, 16))
+# A text that is the same with every processor's kernels: its prompt's, three tokens edited. Each byte is a character.
+WORD = [60 + 7 * i % 60 for i in range(24)]
+PROMPT = [*WORD, *WORD[:4]]
+SCRIPT = [*WORD[4:15], 33, *WORD[16:], *WORD[:9], 34, *WORD[10:], *WORD[:5], 35, *WORD[6:]]
 
 
 @given(st.text("ab\u00e9", max_size=30), st.lists(st.text("ab\u00e9", min_size=1, max_size=4), max_size=3), st.data())
@@ -53,9 +56,8 @@ def test_strings_that_make_no_sense(strings: list[str]) -> None:
 @pytest.mark.parametrize("spec", [DraftSpec(), WIDE])
 def test_a_string_inside_an_accepted_group(spec: DraftSpec, tiny: Tiny, open_engine: OpenEngine) -> None:
     """The same end with drafts as without, and the engine goes on from the right place."""
-    path, prompt = tiny("qwen3moe", "Q8_0"), prompt_ids(24, 3)
-    engine = open_engine(path, "few", draft=spec)
-    whole = engine.generate(prompt, max_tokens=60, stop_at_end=False)
+    engine = open_engine(tiny("qwen3moe", "Q8_0"), "few", draft=spec)
+    whole = engine.generate(PROMPT, max_tokens=60, script=SCRIPT, stop_at_end=False)
     texts = [t.text for t in whole]
     text = whole.result.text
     assert not spec.types or whole.result.spec.accepted > 0
@@ -65,7 +67,7 @@ def test_a_string_inside_an_accepted_group(spec: DraftSpec, tiny: Tiny, open_eng
         if len(stop) < 2:
             continue
         begins = text.find(stop)
-        generation = engine.generate(prompt, max_tokens=60, stop_at_end=False, stop=[stop])
+        generation = engine.generate(PROMPT, max_tokens=60, script=SCRIPT, stop_at_end=False, stop=[stop])
         shown = "".join(t.text for t in generation)
         result = generation.result
         assert (result.stop, result.stop_string) == ("stop", stop)
@@ -77,13 +79,13 @@ def test_a_string_inside_an_accepted_group(spec: DraftSpec, tiny: Tiny, open_eng
         assert stop not in "".join(texts[: n - 1])
         ends += 1
     assert ends > 5
-    never = engine.generate(prompt, max_tokens=60, stop_at_end=False, stop=["\x00never\x00"])
+    never = engine.generate(PROMPT, max_tokens=60, script=SCRIPT, stop_at_end=False, stop=["\x00never\x00"])
     assert "".join(t.text for t in never) == text == never.result.text
 
 
 def test_what_each_token_was_charged_adds_up(tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny("qwen3moe", "Q8_0"), "few", draft=WIDE)
-    generation = engine.generate(prompt_ids(24, 3), max_tokens=60, stop_at_end=False)
+    generation = engine.generate(PROMPT, max_tokens=60, script=SCRIPT, stop_at_end=False)
     tokens = list(generation)
     split = generation.result.flash_split
     for cause, n in split.bytes.items():
