@@ -68,7 +68,8 @@ class Head(Protocol):
 class PendingRows:
     """The target's hidden rows, of the positions that the head has yet to be fed with. Each float32 [size].
 
-    `window`: the first position and the rows from there on; replaced whole, so that no exception comes between.
+    `window`: the first position and the rows from there on; replaced whole, so that no exception comes between. The
+    rows are the beginning of an array that grows by doubling: where the head is not asked for long, each step adds one.
     """
 
     def __init__(self, size: int) -> None:
@@ -90,11 +91,19 @@ class PendingRows:
 
     def put(self, position: int, rows: Rows) -> None:
         """Rows of `position` and the positions after it; what lay there and beyond is replaced."""
-        start, old = self.window
+        start, kept = self.window
         if start <= position <= self.end:
-            self.window = (start, np.concatenate([old[: position - start], rows]))
+            kept = kept[: position - start]
         else:
-            self.window = (position, rows.copy())
+            start, kept = position, kept[:0]
+        self.window = (start, kept)  # what is written over is not there meanwhile
+        n, total = len(kept), len(kept) + len(rows)
+        whole: Rows = kept if kept.base is None else kept.base
+        if total > len(whole):
+            whole = np.empty((2 * total, rows.shape[1]), np.float32)
+            whole[:n] = kept
+        whole[n:total] = rows
+        self.window = (start, whole[:total])
 
     def before(self, first: int, last: int) -> Rows | None:
         """For each of the positions `first` to `last` (excluded) the row before it, zeros before position 0.
@@ -118,7 +127,9 @@ class PendingRows:
         first, end = max(first, start), min(end, self.end)
         if end <= first:
             self.window = (first, rows[:0].copy())
-        elif (first, end) != (start, self.end):
+        elif first == start:
+            self.window = (start, rows[: end - start])
+        else:
             self.window = (first, rows[first - start : end - start].copy())
 
 

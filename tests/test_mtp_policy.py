@@ -204,6 +204,18 @@ def test_p_min_is_a_probability_of_the_whole_vocabulary(p_min: float, expected: 
     assert source.held == 2, "the confirmed token stays, whatever becomes of the draft"
 
 
+def test_rows_that_wait_are_not_copied_at_every_step() -> None:
+    """Where the head is not asked for a thousand steps, each adds one row; the array moves ten times."""
+    pending, arrays = PendingRows(SIZE), []
+    for position in range(1000):
+        pending.put(position, np.full((1, SIZE), position, np.float32))
+        arrays.append(pending.rows if pending.rows.base is None else pending.rows.base)
+    assert len({id(a) for a in arrays}) <= 10
+    pending.put(500, np.full((1, SIZE), 7, np.float32))
+    assert pending.end == 501
+    assert pending.rows[:, 0].tolist() == [*range(500), 7]
+
+
 def test_without_rows_it_abstains() -> None:
     source = MtpSource(TableHead(1), 3)
     assert len(source.draft(np.array([1, 2], np.int32), 3, 3)) == 0
