@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_models import _Block, _deepseek2, _Model
+from tiny_models import _Block, _deepseek2, _Model, delta_net, delta_net_kv
 
 _INDEXER_HEADS, _INDEXER_HEAD = 2, 64
 _INDEXER_KEPT = 128  # keys: with fewer, rounding tips which, and runs in batches of other widths go apart
@@ -82,40 +82,13 @@ def _cohere2moe(m: _Model) -> _Block:
     return block
 
 
-def _delta_net_kv(m: _Model) -> tuple[int, int, int, int]:
-    """Value heads, key heads, state and convolution of a gated delta net, whose every second layer is attention."""
-    n_v, n_k, state, conv = m.n_head, m.n_head // 2, m.head, 4
-    m.kv(rope__dimension_count=m.head // 2, full_attention_interval=2)
-    m.kv(ssm__conv_kernel=conv, ssm__state_size=state, ssm__inner_size=n_v * state)
-    m.kv(ssm__group_count=n_k, ssm__time_step_rank=n_v)
-    return n_v, n_k, state, conv
-
-
-def _delta_net(m: _Model, il: int, sizes: tuple[int, int, int, int], joint: bool) -> None:
-    (n_v, n_k, state, conv), b = sizes, f"blk.{il}."
-    mixed = (2 * n_k + n_v) * state
-    m.norm(f"{b}attn_norm", m.n_embd)
-    m.mat(f"{b}attn_qkv", mixed, m.n_embd)
-    m.mat(f"{b}attn_gate", n_v * state, m.n_embd)
-    m.mat(f"{b}ssm_conv1d", mixed, conv, qname="F32")
-    m.vec(f"{b}ssm_dt.bias", n_v)
-    m.vec(f"{b}ssm_a", n_v, mean=-0.5)  # the decay of the state; it must be negative
-    if joint:
-        m.mat(f"{b}ssm_ba", 2 * n_v, m.n_embd)
-    else:
-        m.mat(f"{b}ssm_beta", n_v, m.n_embd)
-        m.mat(f"{b}ssm_alpha", n_v, m.n_embd)
-    m.norm(f"{b}ssm_norm", state)
-    m.mat(f"{b}ssm_out", m.n_embd, n_v * state, gain=1.5)
-
-
 def _qwen3next(m: _Model) -> _Block:
-    sizes = _delta_net_kv(m)
+    sizes = delta_net_kv(m)
     m.kv(expert_shared_feed_forward_length=m.n_ff)
 
     def block(il: int) -> None:
         if il < m.n_layer and (il + 1) % 2:
-            _delta_net(m, il, sizes, joint=True)
+            delta_net(m, il, sizes, joint=True)
         else:
             m.attention(il, qk_norm=True, q_factor=2)
         m.norm(f"blk.{il}.post_attention_norm", m.n_embd)
@@ -128,13 +101,13 @@ def _qwen3next(m: _Model) -> _Block:
 
 def _qwen35(m: _Model) -> _Block:
     """Without experts: nothing is streamed, and the head drafts all the same."""
-    sizes = _delta_net_kv(m)
+    sizes = delta_net_kv(m)
     third = m.head // 12
     m.kv(rope__dimension_sections=[m.head // 4 - 2 * third, third, third, 0])
 
     def block(il: int) -> None:
         if il < m.n_layer and (il + 1) % 2:
-            _delta_net(m, il, sizes, joint=False)
+            delta_net(m, il, sizes, joint=False)
         else:
             m.attention(il, qk_norm=True, q_factor=2)
         m.norm(f"blk.{il}.post_attention_norm", m.n_embd)

@@ -390,35 +390,41 @@ def _qwen3moe(m: _Model) -> _Block:
     return block
 
 
-def _qwen35moe(m: _Model) -> _Block:
-    n_rot = m.head // 2
-    third = n_rot // 6
-    # Gated delta net: as many value heads as attention heads, half as many key heads.
+def delta_net_kv(m: _Model) -> tuple[int, int, int, int]:
+    """Value heads, key heads, state and convolution of a gated delta net, whose every second layer is attention."""
     n_v, n_k, state, conv = m.n_head, m.n_head // 2, m.head, 4
-    interval = 2
-    sections = [n_rot // 2 - 2 * third, third, third, 0]
-    m.kv(rope__dimension_count=n_rot, rope__dimension_sections=sections)
-    m.kv(expert_shared_feed_forward_length=m.n_ff, full_attention_interval=interval)
+    m.kv(rope__dimension_count=m.head // 2, full_attention_interval=2)
     m.kv(ssm__conv_kernel=conv, ssm__state_size=state, ssm__inner_size=n_v * state)
     m.kv(ssm__group_count=n_k, ssm__time_step_rank=n_v)
+    return n_v, n_k, state, conv
 
-    def delta_net(il: int) -> None:
-        b, mixed = f"blk.{il}.", (2 * n_k + n_v) * state
-        m.norm(f"{b}attn_norm", m.n_embd)
-        m.mat(f"{b}attn_qkv", mixed, m.n_embd)
-        m.mat(f"{b}attn_gate", n_v * state, m.n_embd)
-        m.mat(f"{b}ssm_conv1d", mixed, conv, qname="F32")
-        m.vec(f"{b}ssm_dt.bias", n_v)
-        # The decay of the state; it must be negative.
-        m.vec(f"{b}ssm_a", n_v, mean=-0.5)
+
+def delta_net(m: _Model, il: int, sizes: tuple[int, int, int, int], joint: bool) -> None:
+    (n_v, n_k, state, conv), b = sizes, f"blk.{il}."
+    mixed = (2 * n_k + n_v) * state
+    m.norm(f"{b}attn_norm", m.n_embd)
+    m.mat(f"{b}attn_qkv", mixed, m.n_embd)
+    m.mat(f"{b}attn_gate", n_v * state, m.n_embd)
+    m.mat(f"{b}ssm_conv1d", mixed, conv, qname="F32")
+    m.vec(f"{b}ssm_dt.bias", n_v)
+    m.vec(f"{b}ssm_a", n_v, mean=-0.5)  # the decay of the state; it must be negative
+    if joint:
+        m.mat(f"{b}ssm_ba", 2 * n_v, m.n_embd)
+    else:
         m.mat(f"{b}ssm_beta", n_v, m.n_embd)
         m.mat(f"{b}ssm_alpha", n_v, m.n_embd)
-        m.norm(f"{b}ssm_norm", state)
-        m.mat(f"{b}ssm_out", m.n_embd, n_v * state, gain=1.5)
+    m.norm(f"{b}ssm_norm", state)
+    m.mat(f"{b}ssm_out", m.n_embd, n_v * state, gain=1.5)
+
+
+def _qwen35moe(m: _Model) -> _Block:
+    sizes = delta_net_kv(m)
+    third = m.head // 12
+    m.kv(rope__dimension_sections=[m.head // 4 - 2 * third, third, third, 0], expert_shared_feed_forward_length=m.n_ff)
 
     def block(il: int) -> None:
-        if il < m.n_layer and (il + 1) % interval:
-            delta_net(il)
+        if il < m.n_layer and (il + 1) % 2:
+            delta_net(m, il, sizes, joint=False)
         else:
             m.attention(il, qk_norm=True, q_factor=2)
         m.norm(f"blk.{il}.post_attention_norm", m.n_embd)

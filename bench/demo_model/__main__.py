@@ -13,7 +13,8 @@ from pathlib import Path
 
 STEPS = ("prepare", "train", "export", "check", "evaluate")
 COPIES = 7000
-# What two cores train on in less than 90 minutes (docs/demo-model.md), by the type of their matrix products.
+# By the type of matrix products, for two cores and less than 90 minutes: the first measured before the recipe's last
+# changes, the second with them (docs/demo-model.md).
 TOKENS = {"bfloat16": 16_000_000, "float32": 7_400_000}
 CHECKED, EVERY = 100, 6  # tokens that `check` compares, of each of so many held-out files
 FILE = "bmoe-demo-26m-a5m-q8_0.gguf"
