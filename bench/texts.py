@@ -24,9 +24,9 @@ def _source(limit: int) -> str:
 
 
 def copy(limit: int = 2400) -> Text:
-    """A file in the prompt, repeated unchanged."""
+    """A file in the prompt, repeated unchanged; asked for with the line that the demo model was taught."""
     code = _source(limit)
-    return Text("copy", f"Repeat this file unchanged.\n{code}\n# again:\n", code)
+    return Text("copy", f"Repeat this file unchanged.\n{code}\n# Again:\n", code)
 
 
 def edited_copy(limit: int = 2400, every: int = 30) -> Text:

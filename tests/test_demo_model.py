@@ -106,9 +106,9 @@ def test_a_repetition_has_definitions_that_are_asked_for_again() -> None:
 
 
 def test_the_schedule_warms_up_holds_and_falls() -> None:
-    plan = Plan(tokens=8192 * 1000)
-    rates = [plan.rate_at(i) for i in range(plan.steps)]
-    assert plan.steps == 1000
+    plan = Plan(tokens=8192 * 1200)
+    rates = [plan.rate_at(i) for i in range(plan.main_steps)]
+    assert (plan.steps, plan.main_steps) == (1200, 1000)
     assert rates[0] == pytest.approx(plan.rate / plan.warmup)
     assert max(rates) == plan.rate == rates[plan.warmup] == rates[399]
     assert rates[-1] == pytest.approx(plan.rate * (plan.floor + (1 - plan.floor) / 600))
@@ -119,6 +119,54 @@ def test_the_schedule_warms_up_holds_and_falls() -> None:
     assert [plan.heads_at(i) for i in (0, 299, 301, 999)] == [False, False, True, True]
     assert sum(plan.mix) == pytest.approx(1)
     assert sum(plan.early_mix) == pytest.approx(1)
+
+
+def test_the_last_part_has_a_rate_and_a_mix_of_its_own_and_begins_where_files_do() -> None:
+    plan = Plan(tokens=8192 * 1200)
+    rates = [plan.rate_at(i) for i in range(1000, 1200)]
+    top = rates.index(max(rates))
+    assert 0.9 * plan.finish_rate * plan.rate < rates[top] < plan.finish_rate * plan.rate
+    assert top in (plan.finish_warmup - 2, plan.finish_warmup - 1)
+    assert rates[:top] == sorted(rates[:top])
+    assert rates[0] > plan.rate_at(999)
+    assert rates[top:] == sorted(rates[top:], reverse=True)
+    assert plan.rate * plan.floor < rates[-1] < 1.3 * plan.rate * plan.floor
+    assert [plan.length(i) for i in (1000, 1199)] == [1024, 1024]
+    assert plan.mix_at(999) == plan.mix
+    assert plan.mix_at(1000) == plan.finish_mix
+    assert sum(plan.finish_mix) == pytest.approx(1)
+    assert [plan.starts_at(i) for i in (0, 999, 1000)] == [0, 0, plan.finish_starts]
+
+
+def test_windows_of_the_last_part_begin_with_a_file_as_often_as_planned() -> None:
+    stream = np.tile(np.concatenate([[0], np.arange(1, 100)]), 40).astype(np.uint16)
+    plan = Plan(tokens=256 * 240, batch_tokens=256, early=32, early_tokens=256, short=32, long=32, warmup=1,
+                mix=(1, 0, 0, 0, 0), finish_mix=(0.5, 0.5, 0, 0, 0), finish_share=0.5)  # fmt: skip
+    made = batches.Batches([stream] * 3, stream, np.ones(len(stream), np.uint8), stream[1:3], plan, 128)
+    before, after = (
+        np.concatenate([made.at(i)[0][:, 0] for i in range(first, first + 120)]) == 0 for first in (1, 120)
+    )
+    assert before.mean() < 0.05
+    assert abs(after.mean() - plan.finish_starts) < 0.06
+
+
+@needs_torch
+def test_the_temperature_is_the_one_that_the_logits_were_sharpened_by() -> None:
+    import torch
+
+    from bench.demo_model import calibrate
+
+    torch.manual_seed(1)
+    logits = torch.randn(20_000, 12)
+    target = torch.multinomial(logits.softmax(-1), 1).squeeze(1)
+    for sharper in (1.0, 1.3):
+        nats = calibrate.nats(sharper * logits, target)
+        assert calibrate.TEMPERATURES[nats.index(min(nats))] == pytest.approx(sharper, abs=0.05)
+    norms = {"output_norm.weight": torch.ones(4), "blk.6.nextn.shared_head_norm.weight": torch.ones(4)}
+    params = {**norms, "output.weight": torch.ones(4, 4)}
+    found = calibrate.apply(params, 6, 2.0, 4.0)
+    assert [float(v.mean()) for v in found.values()] == [0.5, 0.25, 1.0]
+    assert [float(v.mean()) for v in params.values()] == [1.0, 1.0, 1.0]
 
 
 def test_what_is_learnt_of_a_random_row_stands_before_it() -> None:
@@ -207,6 +255,23 @@ def test_different_sequences() -> None:
     assert evaluate.distinct([1, 2, 3, 4, 5, 6, 7]) == 1
     assert evaluate.distinct([1, 2] * 10) == pytest.approx(2 / 17)
     assert evaluate.distinct([1, 2, 3]) == 0
+
+
+@needs_torch
+def test_code_of_other_packages_is_drawn_the_same_each_time_and_none_is_an_error(tmp_path: Path) -> None:
+    from bench.demo_model import evaluate
+
+    for i in range(80):
+        (tmp_path / f"m{i}.py").write_text(f"# {i}\n" + "x = 1\n" * 1000)
+    (tmp_path / "short.py").write_text("x = 1\n")
+    (tmp_path / "notes.txt").write_text("word " * 1000)
+    found = evaluate.other_code([tmp_path])
+    assert len(found) == len(set(found)) == 60
+    assert {len(text) for text in found} == {3000}
+    assert found == evaluate.other_code([tmp_path])
+    assert [int(text[2 : text.index("\n")]) for text in found] != sorted(int(t[2 : t.index("\n")]) for t in found)
+    with pytest.raises(ValueError, match="--unseen: no Python file"):
+        evaluate.other_code([tmp_path / "none"])
 
 
 @needs_torch

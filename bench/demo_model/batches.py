@@ -75,6 +75,7 @@ class Batches:
         self.plan, self.vocab = plan, vocab
         # A copy example is read from its beginning: without the first copy the second teaches nothing.
         self.starts = np.flatnonzero(copy == 0)
+        self.files = [np.flatnonzero(stream == 0) for stream in natural]
 
     @classmethod
     def of(cls, work: Path, plan: Plan, vocab: int) -> Batches:
@@ -91,16 +92,19 @@ class Batches:
         length = plan.length(step)
         rng = np.random.default_rng((plan.seed, step))
         kinds = rng.choice(len(plan.mix), plan.batch_tokens // length, p=np.array(plan.mix_at(step)))
-        rows = [self._row(rng, int(kind), length + 2) for kind in kinds]
+        rows = [self._row(rng, int(kind), length + 2, plan.starts_at(step)) for kind in kinds]
         return (
             np.stack([ids for ids, _ in rows]).astype(np.int64),
             np.stack([weights for _, weights in rows]).astype(np.float32),
         )
 
-    def _row(self, rng: np.random.Generator, kind: int, length: int) -> tuple[Ids, Weights]:
+    def _row(self, rng: np.random.Generator, kind: int, length: int, starts: float) -> tuple[Ids, Weights]:
         if kind < len(self.natural):
             stream = self.natural[kind]
-            start = int(rng.integers(len(stream) - length))
+            if starts and rng.random() < starts:
+                start = int(rng.choice(self.files[kind][self.files[kind] < len(stream) - length]))
+            else:
+                start = int(rng.integers(len(stream) - length))
             ids, weights = stream[start : start + length].copy(), np.ones(length, np.uint8)
             if rng.random() < self.plan.loop_share:
                 with_loop(rng, ids, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -29,10 +30,22 @@ SAMPLED = 256
 # A loop: a period of at most LOOP_PERIOD tokens three times at the end, and at least LOOP_TAIL tokens of it.
 LOOP_PERIOD, LOOP_TAIL = 64, 48
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+OTHERS, OTHER_TEXT = 60, (400, 3000)  # files of other packages, characters of each: at least, at most
 
 
 def held_out(work: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = json.loads((work / "held_out.json").read_text())
+    return found
+
+
+def other_code(folders: Sequence[Path]) -> list[str]:
+    """Beginnings of up to 60 Python files of `folders`, drawn from all of them. ValueError where there are none."""
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    random.Random(1).shuffle(paths)
+    texts = (path.read_text(encoding="utf-8", errors="replace")[: OTHER_TEXT[1]] for path in paths)
+    found = [text for text in texts if len(text) >= OTHER_TEXT[0]][:OTHERS]
+    if not found:
+        raise ValueError(f"--unseen: no Python file of {OTHER_TEXT[0]} characters in {', '.join(map(str, folders))}")
     return found
 
 
@@ -157,9 +170,10 @@ def hit_curve(model: Path, prompt: str) -> list[tuple[float, float | None]]:
         return [(s, CacheReplay.of_budget(trace, int(s * whole), "votes").run().rate(1)) for s in SHARES]
 
 
-def run(model: Path, work: Path, functions: int = 40) -> dict[str, Any]:
-    """Everything above for one file, on the held-out text that `prepare` has set aside."""
+def run(model: Path, work: Path, functions: int = 40, unseen: Sequence[Path] = ()) -> dict[str, Any]:
+    """Everything above for one file, on the held-out text that `prepare` has set aside and the code of `unseen`."""
     files = held_out(work)
+    others = other_code(unseen) if unseen else []
     with bmoe.Engine.open(model, threads=1, ctx=WINDOW) as engine:
         copied, named = (copying(engine, files, functions, asked) for asked in (True, False))
         looped, drawn = loops(engine, files), sampled(engine)
@@ -168,8 +182,9 @@ def run(model: Path, work: Path, functions: int = 40) -> dict[str, Any]:
             return list(engine.tokenize(text))
 
         predicted = prediction(model, [f["text"] for f in files], tokenize)
+        other = {"unseen": prediction(model, others, tokenize)} if others else {}
     curve = hit_curve(model, "".join(f["text"] for f in files)[:1200].rstrip())
     return {
-        "prediction": predicted, "copying": copied, "copying_unasked": named, "loops": looped, "sampled": drawn,
-        "hit_curve": curve,
+        "prediction": predicted, **other, "copying": copied, "copying_unasked": named, "loops": looped,
+        "sampled": drawn, "hit_curve": curve,
     }  # fmt: skip

@@ -50,6 +50,13 @@ class Plan:
     warmup: int = 60
     decay_share: float = 0.6
     floor: float = 0.02
+    # The last part: text that has come least until then, most windows from where a file begins, as any text does that
+    # the model will be asked for. Without it only copies and random tokens would begin at a window's first place.
+    finish_share: float = 1 / 6
+    finish_mix: tuple[float, ...] = (0.25, 0.17, 0.35, 0.17, 0.06)
+    finish_starts: float = 0.6
+    finish_rate: float = 0.5  # of `rate`, at its beginning
+    finish_warmup: int = 20
     weight_decay: float = 0.1
     momentum: float = 0.95
     betas: tuple[float, float] = (0.9, 0.97)
@@ -64,6 +71,11 @@ class Plan:
     def steps(self) -> int:
         return self.tokens // self.batch_tokens
 
+    @property
+    def main_steps(self) -> int:
+        """Steps before the last part."""
+        return self.steps - round(self.steps * self.finish_share)
+
     def is_early(self, step: int) -> bool:
         """Whether this step is of the first part, short windows and much that only looking back predicts."""
         return step * self.batch_tokens < self.early_tokens
@@ -72,25 +84,40 @@ class Plan:
         """Tokens of one sequence in this step."""
         if self.is_early(step):
             return self.early
-        return self.long if step >= self.steps * (1 - self.long_share) else self.short
+        return self.long if step >= self.main_steps * (1 - self.long_share) else self.short
 
     def mix_at(self, step: int) -> tuple[float, ...]:
         """Shares of the kinds of text in this step; their sum is 1."""
+        if step >= self.main_steps:
+            return self.finish_mix
         return self.early_mix if self.is_early(step) else self.mix
+
+    def starts_at(self, step: int) -> float:
+        """Share of the windows of natural text that begin where a document does; the others begin anywhere."""
+        return self.finish_starts if step >= self.main_steps else 0.0
 
     def heads_at(self, step: int) -> bool:
         """Whether this step trains the MTP head."""
-        return step >= self.steps * (1 - self.mtp_share)
+        return step >= self.main_steps * (1 - self.mtp_share)
 
     def rate_at(self, step: int) -> float:
-        """Warm-up, a plateau, then a straight line to `floor` of the rate."""
-        start = self.steps * (1 - self.decay_share)
+        """Warm-up, a plateau, a straight line to `floor` of the rate; then a lower one, and down again."""
+        if step >= self.main_steps:
+            at, whole = step - self.main_steps, self.steps - self.main_steps
+            top = self.rate * self.finish_rate
+            up = self.rate * self.floor + (top - self.rate * self.floor) * min(1.0, (at + 1) / self.finish_warmup)
+            return min(up, self._line(top, whole - at, whole))
+        start = self.main_steps * (1 - self.decay_share)
         if step < self.warmup:
             return self.rate * (step + 1) / self.warmup
         if step < start:
             return self.rate
-        left = (self.steps - step) / max(1.0, self.steps - start)
-        return self.rate * (self.floor + (1 - self.floor) * left)
+        return self._line(self.rate, self.main_steps - step, self.main_steps - start)
+
+    def _line(self, top: float, left: float, whole: float) -> float:
+        """From `top` down to `floor` of the rate, with `left` of `whole` steps to go."""
+        floor = self.rate * self.floor
+        return floor + (top - floor) * left / max(1.0, whole)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
