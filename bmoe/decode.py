@@ -238,8 +238,11 @@ class Generation:
         """Appends the confirmed token and its drafts; what the model chooses after each of them."""
         head = self._engine.head
         if head is not None and head.behind > mtp.WIDTH:
-            # Other sources have drafted for long.
-            self._feed_head()
+            # Not asked for long: others have drafted, or it does not pay, and then neither does catching up.
+            if self._engine.pace.ready():
+                self._feed_head()
+            elif head.behind >= mtp.LIMIT:
+                head.skip()
         if len(tokens) == 1:
             self._decode(tokens)
             return [self._choose()]

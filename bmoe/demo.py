@@ -15,7 +15,7 @@ import sys
 def read_config(path, encoding="utf-8"):
     """Read a configuration file and return a dictionary.
 '''
-SAMPLING = Sampling(temp=0.7, top_k=40, top_p=0.9, seed=7)
+SAMPLING = Sampling(temp=0.9, top_k=40, top_p=0.9, seed=7)
 
 
 def model_path() -> Path:

@@ -23,6 +23,9 @@ RunGraph = Callable[[Callable[[], int], bool], None]
 """Runs a graph of the head, accounts for it, and raises where it was stopped or failed; called with the graph, which
 returns llama_decode's code, and whether its experts' results are wanted."""
 
+LIMIT = 512
+"""Rows that wait at most while the pace does not ask the head: as many as a batch of a prompt hands over at once."""
+
 WIDTH = 64
 """Tokens that a head is fed at once. Its compute buffers grow with it, and come out of the expert budget; a feed
 reads no experts, so that a narrow one costs little else."""
@@ -137,7 +140,8 @@ class MtpSource:
     """A source of drafts (`bmoe.drafting.Source`) that asks the model's own head.
 
     `n_max`: tokens drafted at most. `p_min`: a token that the head gives less than this probability, of all the
-    vocabulary, is not drafted, and ends the draft. `held`: tokens that the head has been fed with.
+    vocabulary, is not drafted, and ends the draft. `held`: tokens that the head has been fed with, but for the first
+    `left_out` of them (`skip`).
 
     Safe against an exception between any two lines: what the head's context holds beyond `held` is taken back
     before it is used again.
@@ -150,7 +154,7 @@ class MtpSource:
         self.head, self.p_min = head, p_min
         # Each further head predicts one token further.
         self.n_max = n_max if head.n_heads == 1 else min(n_max, head.n_heads)
-        self.held = 0
+        self.held = self.left_out = 0
         self.pending = PendingRows(head.size)
         self.run_graph: RunGraph = _run_alone
         self._reaches = 0  # positions that the head's context may hold
@@ -170,7 +174,9 @@ class MtpSource:
 
         One or more fewer than `n` where the row before the next token has to be computed again.
         """
-        if n < self.held and self.head.first_kept() > 0:
+        if n < self.held and self.left_out:
+            self._begin_at(max(0, n - 1))
+        elif n < self.held and self.head.first_kept() > 0:
             self._forget()  # a sliding window has dropped what the earlier positions need
         self.held = min(self.held, n)
         self._settle()
@@ -185,6 +191,14 @@ class MtpSource:
     def behind(self) -> int:
         """Rows that wait to be fed."""
         return len(self.pending.rows)
+
+    def skip(self) -> None:
+        """Leaves out the tokens whose rows wait: the head goes on after them as if the text began there.
+
+        For a head that is not worth catching up: what it drafts later is verified like any draft.
+        """
+        self._begin_at(self.pending.end)
+        self.pending.cut(self.held - 1, self.held)
 
     def feed(self, tokens: Sequence[int] | Tokens) -> None:
         """Catches up with the sequence `tokens`, all confirmed and decoded by the target."""
@@ -306,9 +320,15 @@ class MtpSource:
                 self._forget()
 
     def _forget(self) -> None:
-        self.held = 0
+        self._begin_at(0)
+
+    def _begin_at(self, n: int) -> None:
+        """Clears the head's context: the next token that it is fed with is that of position `n`."""
+        self.held = self.left_out = 0  # whatever comes between, the head has nothing
         self.head.clear()
         self._reaches = 0
+        self.left_out = n
+        self.held = n
 
 
 def _run_alone(graph: Callable[[], int], wanted: bool) -> None:

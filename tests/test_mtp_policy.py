@@ -55,19 +55,20 @@ class TableHead:
         self.n_heads, self.n_batch, self.window = n_heads, n_batch, window
         self.keys: list[dict[int, tuple[int, tuple[float, ...]]]] = [{} for _ in range(n_heads)]
         self.reach = 0
+        self.empty = True  # a sequence may begin anywhere
         self.outputs = 0
         self.fail = 0
         self.graphs = 0
 
     def run(self, head: int, tokens: Sequence[int], rows: Rows, position: int, outputs: bool) -> int:
         self.graphs += 1
-        assert position == self.reach, "a context appends"
+        assert position == self.reach or self.empty, "a context appends"
         assert len(tokens) == len(rows) <= self.n_batch
         if self.fail and self.graphs == self.fail:
             return 2
         for i, token in enumerate(tokens):
             self.keys[head][position + i] = (token, tuple(rows[i].tolist()))
-        self.reach = position + len(tokens)
+        self.reach, self.empty = position + len(tokens), False
         self.outputs = len(tokens) if outputs else 0
         return 0
 
@@ -89,12 +90,13 @@ class TableHead:
 
     def clear(self) -> None:
         self.truncate(0)
+        self.empty = True
 
 
 def check(source: MtpSource, head: TableHead, history: Sequence[int], salts: Sequence[int]) -> None:
     """The head holds confirmed tokens with the row before each, of the history that is now."""
     for keys in head.keys:
-        for p in range(source.held):
+        for p in range(source.left_out, source.held):
             if p < len(history):
                 assert keys[p] == (history[p], (p, salts[p - 1]) if p else (0, 0))
 
@@ -105,7 +107,7 @@ def check(source: MtpSource, head: TableHead, history: Sequence[int], salts: Seq
     n_batch=st.sampled_from([3, 512]),
     window=st.sampled_from([0, 0, 5]),
     steps=st.lists(
-        st.tuples(st.sampled_from(["prefill", "step", "step", "plain", "other", "new", "fail"]),
+        st.tuples(st.sampled_from(["prefill", "step", "step", "plain", "other", "new", "fail", "skip"]),
                   st.integers(0, 9), st.integers(0, 9)), max_size=25
     ),
 )  # fmt: skip
@@ -166,6 +168,10 @@ def test_the_head_holds_what_is_confirmed(
                     del history[-cut:], salts[-cut:]
                     source.drop(len(history))
                 source.accept(accepted, what == "other")
+            elif what == "skip":
+                source.skip()
+                assert source.held == source.left_out == len(history)
+                assert source.behind <= 1
             elif what == "fail":
                 head.fail = head.graphs + 1 + b % 3
                 continue
@@ -214,6 +220,22 @@ def test_rows_that_wait_are_not_copied_at_every_step() -> None:
     pending.put(500, np.full((1, SIZE), 7, np.float32))
     assert pending.end == 501
     assert pending.rows[:, 0].tolist() == [*range(500), 7]
+
+
+def test_a_head_that_left_tokens_out_costs_the_next_request_two_at_most() -> None:
+    head = TableHead(1)
+    source = MtpSource(head, 4)
+    source.take(0, rows_of(range(100)))
+    source.feed(list(range(100)))
+    source.take(100, rows_of(range(100, 700)))
+    source.skip()
+    source.take(700, rows_of(range(700, 710)))
+    assert source.draft(np.arange(710, dtype=np.int32), 5).tolist()
+    assert sorted(head.keys[0])[100:] == list(range(700, 714))  # with the draft's own, which are taken back
+    for n in (711, 710, 705, 300):
+        assert n - 2 <= source.resume(n) <= n
+    assert source.resume(0) == 0
+    assert source.left_out == 0
 
 
 def test_without_rows_it_abstains() -> None:

@@ -27,6 +27,7 @@ from tiny_mtp import (
 )
 
 import bmoe
+from bmoe import mtp, pacing
 from bmoe.drafting import DrafterStack
 
 # ---- state ------------------------------------------------------------------------------------------
@@ -131,6 +132,40 @@ def test_a_kept_prefix_drafts_as_a_fresh_engine(
         again = [*warm.cached_ids, with_prefix[0][-1], 70, 71]
         same_drafts(with_prefix, drafts(open_engine(path, draft=spec()), prompt))
         same_drafts(drafts(warm, again), drafts(open_engine(path, draft=spec()), again))
+
+
+@models
+def test_a_head_that_is_not_asked_leaves_tokens_out_and_can_come_back(
+    arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never(pacing.Always):
+        def ready(self) -> bool:
+            return False
+
+        def choose(self, draft: Sequence[int], source: str, matched: int = 0) -> int:
+            return 0
+
+    monkeypatch.setattr(mtp, "WIDTH", 4)
+    monkeypatch.setattr(mtp, "LIMIT", 8)
+    path = tiny_mtp(arch, heads)
+    engine = open_engine(path, draft=spec())
+    source, always = head_of(engine), engine.pace
+    engine.pace = Never()
+    assert ids(engine, PROMPT, 30) == ids(open_engine(path), PROMPT, 30)
+    left = source.left_out
+    assert len(PROMPT) < left == source.held <= len(PROMPT) + 30
+    assert source.behind <= 8
+    assert source.stats["fed"] == len(PROMPT)
+    engine.pace = always
+    whole = len(engine.cached_ids)
+    for keep in (whole, whole - 2, len(PROMPT)):  # the last one: before the gap
+        prompt = [*engine.cached_ids[:keep], 65, 66]
+        generation = engine.generate(prompt, max_tokens=12, stop_at_end=False)
+        assert [t.id for t in generation] == ids(open_engine(path), prompt, 12)
+        if keep == whole or not engine.context.recurrent:  # a recurrent state goes back no further than its copies
+            assert keep - 2 <= generation.result.reused_tokens <= keep
+        assert generation.result.spec.drafted > 0
+        assert source.left_out > 0
 
 
 # ---- the edges --------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from .train import product_type
 
 WINDOW = 1024
 GENERATED = 200
-SAMPLED = 256
+SAMPLED, DRAWN = 256, 12  # tokens of a sampled text, texts from the demo's prompt
 # A loop: a period of at most LOOP_PERIOD tokens three times at the end, and at least LOOP_TAIL tokens of it.
 LOOP_PERIOD, LOOP_TAIL = 64, 48
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -137,10 +137,14 @@ def copying(engine: bmoe.Engine, files: Sequence[dict[str, str]], count: int, as
     return {"functions": len(chosen), "whole": whole / len(chosen), "prefix": statistics.mean(shares)}
 
 
+def beginning(file: dict[str, str]) -> str:
+    """The first lines of a file, 300 characters at most."""
+    return file["text"][:300].rsplit("\n", 1)[0].rstrip()
+
+
 def loops(engine: bmoe.Engine, files: Sequence[dict[str, str]]) -> dict[str, Any]:
     """Greedy continuations of the beginnings of unseen files: how many end in a loop after 200 tokens."""
-    starts = [f["text"][:300].rsplit("\n", 1)[0].rstrip() for f in files]
-    ends = [in_loop(generated(engine, s, GENERATED)) for s in starts]
+    ends = [in_loop(generated(engine, beginning(f), GENERATED)) for f in files]
     return {"prompts": len(ends), "tokens": GENERATED, "in_loop": sum(ends) / len(ends)}
 
 
@@ -150,13 +154,13 @@ def distinct(ids: Sequence[int], n: int = 4) -> float:
     return len(set(found)) / max(1, len(found))
 
 
-def sampled(engine: bmoe.Engine, seeds: int = 12) -> dict[str, Any]:
-    """Text as the demo samples it, from seeds 1 to `seeds`: different sequences of four, as shares of all."""
+def sampled(engine: bmoe.Engine, prompts: Sequence[str]) -> dict[str, Any]:
+    """Text as the demo samples it, each prompt with the next seed: different sequences of four, as shares of all."""
     shares = []
-    for seed in range(1, seeds + 1):
+    for seed, prompt in enumerate(prompts, 1):
         sampling = replace(demo.SAMPLING, seed=seed)
-        shares.append(distinct([t.id for t in engine.generate(demo.PROMPT, max_tokens=SAMPLED, sampling=sampling)]))
-    return {"tokens": SAMPLED, "seeds": seeds, "median": statistics.median(shares), "least": min(shares)}
+        shares.append(distinct([t.id for t in engine.generate(prompt, max_tokens=SAMPLED, sampling=sampling)]))
+    return {"tokens": SAMPLED, "texts": len(shares), "median": statistics.median(shares), "least": min(shares)}
 
 
 def hit_curve(model: Path, prompt: str) -> list[tuple[float, float | None]]:
@@ -176,7 +180,8 @@ def run(model: Path, work: Path, functions: int = 40, unseen: Sequence[Path] = (
     others = other_code(unseen) if unseen else []
     with bmoe.Engine.open(model, threads=1, ctx=WINDOW) as engine:
         copied, named = (copying(engine, files, functions, asked) for asked in (True, False))
-        looped, drawn = loops(engine, files), sampled(engine)
+        looped, drawn = loops(engine, files), sampled(engine, [demo.PROMPT] * DRAWN)
+        elsewhere = sampled(engine, [beginning(f) for f in files[::2]])
 
         def tokenize(text: str) -> list[int]:
             return list(engine.tokenize(text))
@@ -186,5 +191,5 @@ def run(model: Path, work: Path, functions: int = 40, unseen: Sequence[Path] = (
     curve = hit_curve(model, "".join(f["text"] for f in files)[:1200].rstrip())
     return {
         "prediction": predicted, **other, "copying": copied, "copying_unasked": named, "loops": looped,
-        "sampled": drawn, "hit_curve": curve,
+        "sampled": drawn, "sampled_elsewhere": elsewhere, "hit_curve": curve,
     }  # fmt: skip
