@@ -160,8 +160,9 @@ class MtpSource:
         self._reaches = 0  # positions that the head's context may hold
         self._drafted = 0
         self._counts = dict.fromkeys(
-            ("steps", "drafted_steps", "drafted", "accepted", "accepted_whole", "refused_whole", "graphs", "fed"), 0
-        )
+            ("steps", "drafted_steps", "drafted", "accepted", "accepted_whole", "refused_whole", "graphs", "fed",
+             "left_out"), 0
+        )  # fmt: skip
 
     # ---- the target's side ------------------------------------------------------------------------
 
@@ -197,6 +198,7 @@ class MtpSource:
 
         For a head that is not worth catching up: what it drafts later is verified like any draft.
         """
+        self._counts["left_out"] += self.pending.end - self.held
         self._begin_at(self.pending.end)
         self.pending.cut(self.held - 1, self.held)
 
@@ -227,7 +229,7 @@ class MtpSource:
     @property
     def stats(self) -> dict[str, int]:
         """Counts since creation: draft calls, drafts made, tokens drafted and accepted, drafts accepted whole,
-        drafts refused whole, graphs of the head, tokens it was fed with."""
+        drafts refused whole, graphs of the head, tokens it was fed with, tokens left out."""
         return dict(self._counts)
 
     def begin(self, prompt: Tokens) -> None:
