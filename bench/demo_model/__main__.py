@@ -93,6 +93,7 @@ def train(args: argparse.Namespace) -> None:
                 "{minutes:.1f} min, {left:.1f} to go".format(**report),
                 file=sys.stderr,
             )
+    torch.compiler.set_stance("force_eager")  # the steps after it have sequences of every length
 
 
 def target(args: argparse.Namespace) -> Path:
