@@ -241,7 +241,7 @@ class Generation:
             # Not asked for long: others have drafted, or it does not pay, and then neither does catching up.
             if self._engine.pace.ready():
                 self._feed_head()
-            elif head.behind >= mtp.LIMIT:
+            elif head.behind >= head.limit:
                 head.skip()
         if len(tokens) == 1:
             self._decode(tokens)

@@ -201,7 +201,8 @@ class Engine:
             context = HeadContext(self.model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, **hooks)
         stack.callback(context.close)
         self.target_rows = TargetRows(self.context)
-        self.head = mtp.MtpSource(context, min(config.draft.draft, self.widest_draft), config.draft.mtp_p_min)
+        draft, width = config.draft, min(config.draft.draft, self.widest_draft)
+        self.head = mtp.MtpSource(context, width, draft.mtp_p_min, self.context.n_batch)
         rows = llama.BufferSizes(kv=0, recurrent=0, compute=self.target_rows.nbytes)
         self.buffers = self.buffers + context.buffers + rows
 

@@ -65,15 +65,15 @@ def _floats(address: int | None, n_rows: int, size: int) -> Rows:
 class TargetRows:
     """The hidden rows of a target's context, one for each token of a batch.
 
-    `nbytes`: what they take of the context's buffers, beyond what was there when it was made: the rows of a whole
-    batch, once in the graph and once where they are copied to.
+    `nbytes`: what they take beyond the context's buffers as they were when it was made: the rows of a whole batch, once
+    in the graph, once where llama.cpp copies them to, once where they wait for the head.
     """
 
     def __init__(self, context: llama.Context) -> None:
         check()
         self._context = context
         self.size = _row_size(context)
-        self.nbytes = 2 * 4 * self.size * context.n_batch
+        self.nbytes = 3 * 4 * self.size * context.n_batch
         # Not masked: the head is fed with every token, not only with those whose logits are wanted.
         _calls["set_rows"](context.handle, True, False)
 

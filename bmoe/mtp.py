@@ -23,9 +23,6 @@ RunGraph = Callable[[Callable[[], int], bool], None]
 """Runs a graph of the head, accounts for it, and raises where it was stopped or failed; called with the graph, which
 returns llama_decode's code, and whether its experts' results are wanted."""
 
-LIMIT = 512
-"""Rows that wait at most while the pace does not ask the head: as many as a batch of a prompt hands over at once."""
-
 WIDTH = 64
 """Tokens that a head is fed at once. Its compute buffers grow with it, and come out of the expert budget; a feed
 reads no experts, so that a narrow one costs little else."""
@@ -72,7 +69,7 @@ class PendingRows:
     """The target's hidden rows, of the positions that the head has yet to be fed with. Each float32 [size].
 
     `window`: the first position and the rows from there on; replaced whole, so that no exception comes between. The
-    rows are the beginning of an array that grows by doubling: where the head is not asked for long, each step adds one.
+    rows are the beginning of an array with room for `WIDTH` more: where the head is not asked, each step adds one.
     """
 
     def __init__(self, size: int) -> None:
@@ -103,7 +100,7 @@ class PendingRows:
         n, total = len(kept), len(kept) + len(rows)
         whole: Rows = kept if kept.base is None else kept.base
         if total > len(whole):
-            whole = np.empty((2 * total, rows.shape[1]), np.float32)
+            whole = np.empty((total + WIDTH, rows.shape[1]), np.float32)
             whole[:n] = kept
         whole[n:total] = rows
         self.window = (start, whole[:total])
@@ -140,8 +137,9 @@ class MtpSource:
     """A source of drafts (`bmoe.drafting.Source`) that asks the model's own head.
 
     `n_max`: tokens drafted at most. `p_min`: a token that the head gives less than this probability, of all the
-    vocabulary, is not drafted, and ends the draft. `held`: tokens that the head has been fed with, but for the first
-    `left_out` of them (`skip`).
+    vocabulary, is not drafted, and ends the draft. `limit`: rows that may wait while the pace does not ask; as many as
+    a batch of a prompt hands over at once cost no memory beyond what that takes. `held`: tokens that the head has been
+    fed with, but for the first `left_out` of them (`skip`).
 
     Safe against an exception between any two lines: what the head's context holds beyond `held` is taken back
     before it is used again.
@@ -150,8 +148,8 @@ class MtpSource:
     name = "mtp"
     costs = True  # a draft takes graphs
 
-    def __init__(self, head: Head, n_max: int, p_min: float = 0.0) -> None:
-        self.head, self.p_min = head, p_min
+    def __init__(self, head: Head, n_max: int, p_min: float = 0.0, limit: int = 512) -> None:
+        self.head, self.p_min, self.limit = head, p_min, limit
         # Each further head predicts one token further.
         self.n_max = n_max if head.n_heads == 1 else min(n_max, head.n_heads)
         self.held = self.left_out = 0

@@ -146,10 +146,11 @@ def test_a_head_that_is_not_asked_leaves_tokens_out_and_can_come_back(
             return 0
 
     monkeypatch.setattr(mtp, "WIDTH", 4)
-    monkeypatch.setattr(mtp, "LIMIT", 8)
     path = tiny_mtp(arch, heads)
     engine = open_engine(path, draft=spec())
     source, always = head_of(engine), engine.pace
+    assert source.limit == engine.context.n_batch
+    source.limit = 8
     engine.pace = Never()
     assert ids(engine, PROMPT, 30) == ids(open_engine(path), PROMPT, 30)
     left = source.left_out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_models import _Block, _deepseek2, _Model, delta_net, delta_net_kv
+from tiny_models import _Block, _deepseek2, _Model, gated_experts, hybrid, rotate_sections
 
 _INDEXER_HEADS, _INDEXER_HEAD = 2, 64
 _INDEXER_KEPT = 128  # keys: with fewer, rounding tips which, and runs in batches of other widths go apart
@@ -83,37 +83,13 @@ def _cohere2moe(m: _Model) -> _Block:
 
 
 def _qwen3next(m: _Model) -> _Block:
-    sizes = delta_net_kv(m)
-    m.kv(expert_shared_feed_forward_length=m.n_ff)
-
-    def block(il: int) -> None:
-        if il < m.n_layer and (il + 1) % 2:
-            delta_net(m, il, sizes, joint=True)
-        else:
-            m.attention(il, qk_norm=True, q_factor=2)
-        m.norm(f"blk.{il}.post_attention_norm", m.n_embd)
-        m.router(il)
-        m.experts(il)
-        m.gated_shared(il, m.n_ff)
-
-    return block
+    return hybrid(m, joint=True, rest=gated_experts(m))
 
 
 def _qwen35(m: _Model) -> _Block:
     """Without experts: nothing is streamed, and the head drafts all the same."""
-    sizes = delta_net_kv(m)
-    third = m.head // 12
-    m.kv(rope__dimension_sections=[m.head // 4 - 2 * third, third, third, 0])
-
-    def block(il: int) -> None:
-        if il < m.n_layer and (il + 1) % 2:
-            delta_net(m, il, sizes, joint=False)
-        else:
-            m.attention(il, qk_norm=True, q_factor=2)
-        m.norm(f"blk.{il}.post_attention_norm", m.n_embd)
-        m.mlp(il, 2 * m.n_ff)
-
-    return block
+    rotate_sections(m)
+    return hybrid(m, joint=False, rest=lambda il: m.mlp(il, 2 * m.n_ff))
 
 
 def _sparse(m: _Model) -> _Block:

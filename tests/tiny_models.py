@@ -417,22 +417,42 @@ def delta_net(m: _Model, il: int, sizes: tuple[int, int, int, int], joint: bool)
     m.mat(f"{b}ssm_out", m.n_embd, n_v * state, gain=1.5)
 
 
-def _qwen35moe(m: _Model) -> _Block:
+def hybrid(m: _Model, *, joint: bool, rest: _Block) -> _Block:
+    """Delta nets and full attention in turn, a head always of the latter, and `rest` after either."""
     sizes = delta_net_kv(m)
-    third = m.head // 12
-    m.kv(rope__dimension_sections=[m.head // 4 - 2 * third, third, third, 0], expert_shared_feed_forward_length=m.n_ff)
 
     def block(il: int) -> None:
         if il < m.n_layer and (il + 1) % 2:
-            delta_net(m, il, sizes, joint=False)
+            delta_net(m, il, sizes, joint=joint)
         else:
             m.attention(il, qk_norm=True, q_factor=2)
         m.norm(f"blk.{il}.post_attention_norm", m.n_embd)
+        rest(il)
+
+    return block
+
+
+def rotate_sections(m: _Model) -> None:
+    """The sections of a multimodal rotation, of which text uses the first."""
+    third = m.head // 12
+    m.kv(rope__dimension_sections=[m.head // 4 - 2 * third, third, third, 0])
+
+
+def gated_experts(m: _Model) -> _Block:
+    """Routed experts and a shared one with a gate."""
+    m.kv(expert_shared_feed_forward_length=m.n_ff)
+
+    def block(il: int) -> None:
         m.router(il)
         m.experts(il)
         m.gated_shared(il, m.n_ff)
 
     return block
+
+
+def _qwen35moe(m: _Model) -> _Block:
+    rotate_sections(m)
+    return hybrid(m, joint=False, rest=gated_experts(m))
 
 
 def _gemma4(m: _Model) -> _Block:

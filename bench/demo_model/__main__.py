@@ -108,9 +108,9 @@ def export(args: argparse.Namespace) -> None:
     from . import calibrate
     from . import export as gguf_file
     from .corpus import LICENSE
-    from .evaluate import held_out
     from .model import Network
     from .shape import Shape
+    from .text import held_out
     from .train import product_type
 
     torch.set_num_threads(args.threads)
@@ -133,7 +133,7 @@ def check(args: argparse.Namespace) -> int:
     from tokenizers import Tokenizer
 
     from . import check as checks
-    from .evaluate import held_out
+    from .text import held_out
 
     torch.set_num_threads(args.threads)
     tokenizer = Tokenizer.from_file(str(args.work / "tokenizer.json"))

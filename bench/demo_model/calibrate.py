@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .model import Network
+from .text import WINDOW
 
 TEMPERATURES = tuple(0.8 + 0.02 * i for i in range(41))  # 0.8 to 1.6
-WINDOW = 1024  # tokens of each text
 
 
 def nats(logits: Tensor, target: Tensor) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -22,20 +21,15 @@ from bmoe.routes import read_trace
 
 from . import corpus, export
 from .model import Network
+from .text import WINDOW, held_out
 from .train import product_type
 
-WINDOW = 1024
 GENERATED = 200
 SAMPLED, DRAWN = 256, 12  # tokens of a sampled text, texts from the demo's prompt
 # A loop: a period of at most LOOP_PERIOD tokens three times at the end, and at least LOOP_TAIL tokens of it.
 LOOP_PERIOD, LOOP_TAIL = 64, 48
 SHARES = (0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 OTHERS, OTHER_TEXT = 60, (400, 3000)  # files of other packages, characters of each: at least, at most
-
-
-def held_out(work: Path) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = json.loads((work / "held_out.json").read_text())
-    return found
 
 
 def other_code(folders: Sequence[Path]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,3 @@ class Plan:
         """From `top` down to `floor` of the rate, with `left` of `whole` steps to go."""
         floor = self.rate * self.floor
         return floor + (top - floor) * left / max(1.0, whole)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from . import corpus
 
 END = "<|endoftext|>"
+WINDOW = 1024  # tokens of a text that a model is judged by at once
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -90,3 +91,9 @@ def prepare(work: Path, stdlib: Path, docs: Path, vocab: int, count: int, seed: 
     (work / "held_out.json").write_text(json.dumps([{"name": d.name, "kind": d.kind, "text": d.text} for d in held]))
     (work / "corpus.json").write_text(json.dumps(facts, indent=1))
     return facts
+
+
+def held_out(work: Path) -> list[dict[str, str]]:
+    """Name, kind and text of the files that `prepare` has set aside in `work`."""
+    found: list[dict[str, str]] = json.loads((work / "held_out.json").read_text())
+    return found
