@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import re
 from functools import partialmethod
 from itertools import pairwise
@@ -169,6 +171,27 @@ def test_the_temperature_is_the_one_that_the_logits_were_sharpened_by() -> None:
     assert [float(v.mean()) for v in params.values()] == [1.0, 1.0, 1.0]
 
 
+@needs_torch
+def test_the_exported_file_has_the_temperature(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from bench.demo_model import __main__ as steps
+    from bench.demo_model import export, model, text
+
+    params = model.init(Shape(vocab=steps.VOCAB), 1)
+    torch.save({"params": params}, tmp_path / "model.pt")
+    text.train_tokenizer([CODE * 4], 320).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "held_out.json").write_text(json.dumps([{"name": "a", "kind": "library", "text": CODE}]))
+    steps.export(argparse.Namespace(work=tmp_path, out=None, threads=1))
+    said = re.search(r"divided by ([\d.]+) \(head ([\d.]+)\)", capsys.readouterr().out)
+    assert said is not None
+    for file in (steps.FILE, "exact-f32.gguf"):
+        _, written = export.read(tmp_path / file)
+        for name, t in zip(("output_norm", "blk.6.nextn.shared_head_norm"), map(float, said.groups()), strict=True):
+            assert t != 1.0  # a model that knows nothing is not at its best as it is
+            torch.testing.assert_close(written[f"{name}.weight"], params[f"{name}.weight"] / t)
+
+
 def test_what_is_learnt_of_a_random_row_stands_before_it() -> None:
     words = np.arange(2000, 2400, dtype=np.uint16)
     cue = np.array([7, 8, 9], np.uint16)
@@ -269,7 +292,8 @@ def test_code_of_other_packages_is_drawn_the_same_each_time_and_none_is_an_error
     assert len(found) == len(set(found)) == 60
     assert {len(text) for text in found} == {3000}
     assert found == evaluate.other_code([tmp_path])
-    assert [int(text[2 : text.index("\n")]) for text in found] != sorted(int(t[2 : t.index("\n")]) for t in found)
+    drawn = [int(text[2 : text.index("\n")]) for text in found]
+    assert drawn not in (sorted(drawn), sorted(drawn, key=str))
     with pytest.raises(ValueError, match="--unseen: no Python file"):
         evaluate.other_code([tmp_path / "none"])
 

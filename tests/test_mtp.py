@@ -168,6 +168,10 @@ def test_what_the_head_takes_is_counted(tiny_mtp: TinyMtp, open_engine: OpenEngi
     assert engine.decision is not None
     assert (engine.decision.sizes.kv, engine.decision.sizes.compute) == (engine.buffers.kv, engine.buffers.compute)
     assert head.n_batch == min(mtp.WIDTH, engine.context.n_batch)
+    waiting = mtp.PendingRows(rows.size)
+    waiting.put(0, np.zeros((head_of(engine).limit, rows.size), np.float32))
+    batch = 4 * rows.size * engine.context.n_batch  # in the graph, and where llama.cpp copies them to
+    assert rows.nbytes >= 2 * batch + waiting.rows.nbytes
 
 
 # ---- with other sources -----------------------------------------------------------------------------
