@@ -143,8 +143,9 @@ def of_a_generation(counter: Tally, directory: Path, faults: list[str]) -> dict[
         f"allocations/python@python {python}": {
             f"{TOKENS} tokens, requests": counts["python"],
             f"{TOKENS} tokens, objects left to the cycle collector": cycles,
-            # Clocks and byte counts are numbers of more or less than a block: a few, not one for each token.
-            "blocks kept by each token": blocks // TOKENS,
+            # Clocks and byte counts are numbers of more or less than a block: a few, given or taken, not one for each
+            # token; not //, which makes -1 of a few that were given back.
+            "blocks kept by each token": int(blocks / TOKENS),
         },
         f"calls/{TOKENS} decode steps": dict(once),
     }
