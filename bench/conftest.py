@@ -13,10 +13,10 @@ import pytest
 # Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The tiny models, and stock llama.cpp as a reference, are the tests'.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
-from bench import gate, native
-from bench.expect import Counts, Expectations
+from bench.gates import gate, native
+from bench.gates.expect import Counts, Expectations
 
 KINDS = ("ratio", "exact", "instructions")
 FAULTS = ("extra-read", "dropped-hit", "wrong-draft", "allocation", "call", "instructions")

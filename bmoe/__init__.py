@@ -13,22 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, Sampling
-    from .engine import Engine
+    from .accounting.results import GenerationResult, StreamCounters, Token
+    from .engine.config import EngineConfig, Sampling
+    from .engine.engine import Engine
     from .errors import AbiError, BmoeError, MemoryBudgetError, ModelError, ReadError, UsageError
-    from .metrics import GenerationResult, StreamCounters, Token
-    from .telemetry import TokenRecord
+    from .observe.telemetry import TokenRecord
 
     __version__: str
 
 # Loaded when first asked for: a program that only wants `python -m bmoe --version`, or is interrupted while it
 # starts, does not wait for llama.cpp's bindings.
 _HOMES = {
-    "config": ("EngineConfig", "Sampling"),
-    "engine": ("Engine",),
+    "engine.config": ("EngineConfig", "Sampling"),
+    "engine.engine": ("Engine",),
     "errors": ("AbiError", "BmoeError", "MemoryBudgetError", "ModelError", "ReadError", "UsageError"),
-    "metrics": ("GenerationResult", "StreamCounters", "Token"),
-    "telemetry": ("TokenRecord",),
+    "accounting.results": ("GenerationResult", "StreamCounters", "Token"),
+    "observe.telemetry": ("TokenRecord",),
     "version": ("__version__",),
 }
 

@@ -11,9 +11,9 @@ def main() -> int:
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from . import cli
+    from .cli import main as command_line
 
-    return cli.main(take_interrupt=ours)
+    return command_line.main(take_interrupt=ours)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from tiny_models import write_tiny
 from tiny_mtp import TinyMtp, write_tiny_mtp
 
 import bmoe
-import bmoe.engine
-from bmoe import gguf_file, slots
-from bmoe.sizing import CacheDecision, ModelSizes
+import bmoe.engine.engine
+from bmoe.experts import slots
+from bmoe.experts.budget import CacheDecision, ModelSizes
+from bmoe.gguf import file as gguf_file
 
 Tiny = Callable[..., Path]
 Resident = Callable[..., list[reference.Run]]
@@ -113,7 +114,7 @@ def open_engine() -> Iterator[OpenEngine]:
                 return CacheDecision("fixed", wanted and wanted + sizes.experts - everything, sizes)
 
             settings = {"threads": 1, "ctx": 256, **settings}
-            with patch.object(bmoe.engine, "decide", decide):
+            with patch.object(bmoe.engine.engine, "decide", decide):
                 engine = stack.enter_context(bmoe.Engine.open(path, **settings))
             opened.append(engine)
             return engine

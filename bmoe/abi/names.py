@@ -1,0 +1,223 @@
+"""Checks of names: everything that bmoe takes from the bindings, from the libraries and from their tables."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from importlib import import_module, resources
+from types import ModuleType
+from typing import Any
+
+from ..llama import _ggml, llama
+from ..llama import head as llama_mtp
+from .check import BrokenError, Files, SkippedError, check, expect, none_missing
+
+# fmt: off
+GRAPH_OPS = frozenset({
+    "ADD", "ARGSORT", "CONT", "CUSTOM", "FILL", "MUL", "MUL_MAT", "MUL_MAT_ID", "NONE", "PERMUTE", "RESHAPE",
+    "SET_ROWS", "SOFT_MAX", "SQRT", "TOP_K", "TRANSPOSE", "UNARY", "VIEW",
+})
+# fmt: on
+"""The operations that ext/*.pyx knows by name."""
+UNARY_OPS = frozenset({"SIGMOID", "SOFTPLUS"})
+
+BINDINGS = "names: bindings"
+FUNCTIONS = "names: ggml functions"
+LEFT_OUT = "names: functions without bindings"
+MTP_CALLS = "names: calls of --mtp"
+
+
+def bindings() -> Any:
+    """llama_cpp's low-level bindings."""
+    try:
+        return import_module("llama_cpp.llama_cpp")
+    except Exception as e:
+        raise BrokenError(f"llama_cpp cannot be loaded: {e}") from None
+
+
+def library() -> ctypes.CDLL:
+    """libllama, and through it the libraries that it needs."""
+    return ctypes.CDLL(bindings()._lib._name)
+
+
+def has(lib: ctypes.CDLL, name: str) -> bool:
+    """Whether the library exports a function of that name."""
+    try:
+        getattr(lib, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def tree_of(module: ModuleType) -> ast.Module:
+    """The parsed source of a module of bmoe's: what it uses is read there, so that no list of it can be outdated."""
+    return ast.parse(inspect.getsource(module))
+
+
+def _is_bindings(node: ast.expr) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in ("C", "bindings")
+    return isinstance(node, ast.Attribute) and node.attr == "C"
+
+
+def used_of_bindings(module: ModuleType) -> set[str]:
+    """The names that a module takes from the bindings."""
+    return {n.attr for n in ast.walk(tree_of(module)) if isinstance(n, ast.Attribute) and _is_bindings(n.value)}
+
+
+@check("names: llama_cpp", "llama_cpp loads, and its library is the one that is loaded", "bmoe/llama/llama.py (check)")
+def loads(files: Files) -> str:
+    path = bindings()._lib._name
+    _ggml.connect(os.fsencode(os.path.realpath(path)))
+    return str(path).rpartition("/")[2]
+
+
+@check(BINDINGS, "every name that bmoe takes from the bindings is there", "bmoe/llama/llama.py", ("names: llama_cpp",))
+def in_the_bindings(files: Files) -> str:
+    used = used_of_bindings(llama)
+    none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))
+    return f"{len(used)} names"
+
+
+@check(
+    "names: bindings of --mtp",
+    "every name that --mtp takes from the bindings is there",
+    "bmoe/llama/head.py",
+    ("names: llama_cpp",),
+)
+def in_the_bindings_for_mtp(files: Files) -> str:
+    used = used_of_bindings(llama_mtp)
+    none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))
+    return f"{len(used)} names"
+
+
+@check(LEFT_OUT, "libllama has the functions that the bindings leave out", "bmoe/llama/llama.py (FUNCTIONS)")
+def without_bindings(files: Files) -> str:
+    lib = library()
+    none_missing("not in libllama", (n for n in llama.FUNCTIONS if not has(lib, n)))
+    return f"{len(llama.FUNCTIONS)} functions"
+
+
+@check(FUNCTIONS, "libllama has the functions that the extensions call", "ext/bmoe/llama/_ggml.pyx (_functions)")
+def of_ggml(files: Files) -> str:
+    lib, needed = library(), [n for n, needed in _ggml.function_names() if needed]
+    none_missing("not in libllama", (n for n in needed if not has(lib, n)))
+    return f"{len(needed)} functions"
+
+
+@check(
+    "names: the tiled kernel (optional)",
+    "both of its functions are exported, or neither",
+    "ext/bmoe/llama/_ggml.pyx (connect)",
+)
+def tiled(files: Files) -> str:
+    lib = library()
+    found = [n for n in ("ggml_compute_forward_mul_mat_id_tiled", "ggml_tiled_wdata_size") if has(lib, n)]
+    if len(found) == 1:
+        raise BrokenError(f"only {found[0]} is there")
+    return "there" if found else "not there: wide batches run one vec_dot for each row"
+
+
+@check(
+    "names: throwing out of an assertion (optional)",
+    "the C++ library exports what throws",
+    "ext/bmoe/llama/ggml_log.pxi (_throw)",
+)
+def throws(files: Files) -> str:
+    if not has(library(), "_ZSt21__throw_runtime_errorPKc"):
+        raise SkippedError("not there: a failed assertion while a model is opened ends the process")
+    return "there"
+
+
+@check(MTP_CALLS, "libllama has --mtp's calls under their mangled names", "bmoe/llama/head.py (SYMBOLS)")
+def mangled(files: Files) -> str:
+    lib, names = library(), [symbol for symbol, _, _ in llama_mtp.SYMBOLS.values()]
+    none_missing("not in libllama", (n for n in names if not has(lib, n)))
+    return f"{len(names)} calls"
+
+
+def heads_in(library_bytes: bytes) -> tuple[set[str], set[str]]:
+    """Of a libllama: architectures with a graph for a head, and those of them that assert that there is one head only.
+
+    Names without `-` and `_`, from the mangled names of the classes and from the texts of the assertions.
+    """
+    classes = {m.decode() for m in re.findall(rb"N\d+llama_model_(\w+?)9graph_mtp[CE]", library_bytes)}
+    single = {m.decode() for m in re.findall(rb'n_layer_nextn == 1 && "(\w+) MTP', library_bytes)}
+    return {plain(c) for c in classes}, {plain(s) for s in single}
+
+
+def plain(arch: str) -> str:
+    """An architecture's name without what its spellings differ in."""
+    return re.sub(r"[-_]", "", arch).lower()
+
+
+@check("names: heads", "HEADS lists the architectures with a graph for a head", "bmoe/llama/head.py (HEADS)")
+def heads(files: Files) -> str:
+    with open(bindings()._lib._name, "rb") as file:
+        there, single = heads_in(file.read())
+    if not there:
+        raise BrokenError("libllama has no class graph_mtp")
+    wrong = [a for a in llama_mtp.HEADS if plain(a) not in there]
+    more = [f"{a} ({n} heads, one is asserted)" for a, n in llama_mtp.HEADS.items() if n > 1 and plain(a) in single]
+    none_missing("in HEADS, but without a graph for so many", [*wrong, *more])
+    new = there - {plain(a) for a in llama_mtp.HEADS}
+    return f"{len(there)} architectures" + (f"; could be added: {', '.join(sorted(new))}" if new else "")
+
+
+def _names_by_number(function: Any) -> Iterator[str]:
+    """What a table of names holds, as far as it goes: past its end there is no address near the first name."""
+    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    first = function(0)
+    for i in range(256):
+        address = function(i)
+        if not address or abs(address - first) > 1 << 20:
+            return
+        yield ctypes.string_at(address).decode("ascii", "replace")
+
+
+@check(
+    "names: operations",
+    "operations of the graph have the names that are looked for",
+    "ext/bmoe/streamer/_router.pyx, ext/bmoe/streamer/_dropping.pyx",
+)
+def operations(files: Files) -> str:
+    lib = library()
+    ops, unary = set(_names_by_number(lib.ggml_op_name)), set(_names_by_number(lib.ggml_unary_op_name))
+    none_missing("no operation is called", [*(GRAPH_OPS - ops), *(UNARY_OPS - unary)])
+    return f"{len(GRAPH_OPS) + len(UNARY_OPS)} operations"
+
+
+@check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama/llama.py (load_model)")
+def values(files: Files) -> str:
+    c, numbers = bindings(), {"LLAMA_LOAD_MODE_NONE": 0, "LLAMA_LAZY_MODE_OFF": 0}
+    none_missing("not in llama_cpp", (n for n in numbers if not hasattr(c, n)))
+    for name, number in numbers.items():
+        expect(name, int(getattr(c, name)), number)
+    return "2 numbers"
+
+
+@check(
+    "names: helpers in Python",
+    "llama_cpp's classes that bmoe uses are there",
+    "bmoe/engine/chat.py, bmoe/speculation/drafting.py",
+)
+def helpers(files: Files) -> str:
+    missing, n = [], 0
+    for entry in resources.files("bmoe").iterdir():
+        if not entry.name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(entry.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llama_cpp."):
+                module = import_module(str(node.module))
+                missing += [f"{node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]
+                n += len(node.names)
+    none_missing("not in llama_cpp", missing)
+    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    given = {"template", "eos_token", "bos_token"}
+    none_missing("Jinja2ChatFormatter does not take", given - set(inspect.signature(Jinja2ChatFormatter).parameters))
+    return f"{n} classes"

@@ -1,0 +1,136 @@
+"""What a command says: lines on stderr, text on stdout, and progress on a terminal (on a pipe, none)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ..accounting.results import Token
+
+_STAGES = {"dense": "reading dense weights", "prefill": "prefill", "score": "scoring"}
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it (128 + SIGINT)."""
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(OSError):  # nobody reads stderr (`2>&1 | head`)
+        print(line, file=sys.stderr, flush=True)
+
+
+def silent(line: str) -> None:
+    """Says nothing (`-q`)."""
+
+
+class OutputError(Exception):
+    """Standard output takes no more text; the message is "" where its reader has just gone."""
+
+
+def write(text: str) -> None:
+    """Text on stdout, at once. Raises OutputError."""
+    if not text:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _drop_stdout()
+        raise
+    except OSError as e:
+        _drop_stdout()
+        raise OutputError("" if e.errno == errno.EPIPE else f"standard output: {e.strerror}") from None
+
+
+def _drop_stdout() -> None:
+    """Sends what is still buffered nowhere: it would fail, or block, again at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+class Text(Protocol):
+    """Where the text of a run goes."""
+
+    def write(self, text: str) -> None:
+        """Text, at once. Raises OutputError."""
+        ...
+
+    def token(self, token: Token) -> None:
+        """The token that the text came with."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PlainText:
+    """Text on stdout and nothing else (`Text`)."""
+
+    def write(self, text: str) -> None:
+        write(text)
+
+    def token(self, token: Token) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def text_view(live: bool, slots: Callable[[], tuple[int, int] | None]) -> Text:
+    """Where text goes: with a line under it that says how the run is doing, where `live` and stderr is a terminal."""
+    if not live or not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return PlainText()
+    # Loaded here: a run without a terminal does not need it.
+    from .status_line import on_terminal
+
+    return on_terminal(slots)
+
+
+class ProgressView:
+    """Bars for the stages that an engine reports. `update` is an `engine.Progress`."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._on = enabled and sys.stderr.isatty()
+        self._bars: dict[str, TaskID] = {}
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> ProgressView:
+        if self._on:
+            # Loaded here: megabytes that a run without a terminal keeps.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[amount]}"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._progress.start()
+        return self
+
+    def update(self, stage: str, done: int, whole: int) -> None:
+        """Shows `done` of `whole` for a stage."""
+        if self._progress is None or whole <= 0:
+            return
+        if stage not in self._bars:
+            self._bars[stage] = self._progress.add_task(_STAGES.get(stage, stage), total=whole, amount="")
+        amount = f"{done >> 20}/{whole >> 20} MiB" if stage == "dense" else f"{done}/{whole} tokens"
+        self._progress.update(self._bars[stage], completed=done, total=whole, amount=amount)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,492 @@
+"""Traces: what is written is what the engine did, and a replay of it has every hit and every miss."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_process import environment, run, start
+from conftest import Cache, OpenEngine, Tiny
+from reference import Resident, prompt_ids
+
+import bmoe
+from bmoe.analysis import io_trace
+from bmoe.analysis.replay import CacheReplay, Tally
+from bmoe.analysis.route_trace import RouteTrace, TraceError, read_trace
+from bmoe.errors import ReadError, UsageError
+from bmoe.host import files
+from bmoe.observe import tracing
+from bmoe.speculation.drafting import DraftSpec, NgramConfig
+
+PROMPT = prompt_ids(40, 3)
+WIDE = DraftSpec(types=("ngram",), draft=6, policy="always", ngram=NgramConfig(min_match=2))
+DROPS = {"drop_cold_experts": 1.0, "drop_in_prefill": True}
+# Repeats itself, but not quite: drafts are accepted, and drafts are rejected.
+SCRIPT = [5, 6, 7, 8, 9, 5, 6, 7, 9, 9, 5, 6, 7, 8, 9, 5, 6, 8, 8, 9, 5, 6, 7, 8, 9]
+MODEL = {"n_expert": 16, "n_used": 4}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows by column name, as any reader of CSV has them that skips the preamble."""
+    lines = path.read_text().splitlines()
+    assert not any(line.startswith("#") for line in lines[sum(line.startswith("#") for line in lines) :])
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def generate(engine: bmoe.Engine, prompt: list[int], n: int = 24, **settings: Any) -> bmoe.GenerationResult:
+    generation = engine.generate(prompt, max_tokens=n, stop_at_end=False, **settings)
+    for _ in generation:
+        pass
+    return generation.result
+
+
+def check(tally: Tally, results: list[Any]) -> None:
+    """The replay has the hits and misses of each generation, in prefill and in decode."""
+    for turn, result in enumerate(results):
+        for phase, c in enumerate((result.prefill, result.decode)):
+            assert tally.count(phase, turn) == (c.hits, c.hits + c.misses), (turn, phase)
+            assert tally.rate(phase, turn) == c.hit_rate
+
+
+@pytest.mark.parametrize("policy", ["votes", "lru"])
+@pytest.mark.parametrize(
+    ("cache", "settings"),
+    [
+        ("few", {}),
+        (10, {"overlap": True, "threads": 2, "ubatch": 16}),
+        ("few", {"draft": WIDE}),
+        ("few", {"draft": WIDE, **DROPS}),
+        (14, {**DROPS, "overlap": True}),
+        (24, {"overlap": True, "prefetch": "next-layer", "io_threads": 2}),
+        ("off", {}),
+        ("all", {}),
+    ],
+)
+@pytest.mark.parametrize("arch", ["qwen3moe", "gpt-oss", "gemma4"])
+def test_a_replay_has_what_the_engine_reported(
+    arch: str, cache: Cache, settings: dict[str, Any], policy: str, tiny: Tiny, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """Two generations that share a prefix: exactly the hits and misses, and every byte."""
+    path = tmp_path / "route.csv"
+    model = tiny(arch, None if arch == "gpt-oss" else "Q8_0", **MODEL)
+    engine = open_engine(model, cache, cache_policy=policy, route_trace=str(path), **settings)
+    script = SCRIPT if "draft" in settings else None
+    results = [generate(engine, p, script=script) for p in (PROMPT, [*PROMPT[:20], *PROMPT[5:25]])]
+    c = engine.counters()
+    engine.close()
+    assert not engine.failures
+    trace = read_trace(path)
+    replay = CacheReplay.recorded(trace)
+    tally = replay.run()
+    check(tally, results)
+    assert (sum(tally.hits.values()), tally.evictions) == (c.hits, c.evictions)
+    assert (tally.rereads, tally.read) == (c.rereads, c.bytes) or "prefetch" in settings
+    assert [replay.cache.resident(i) for i in range(len(engine.layers))] == [
+        engine.cache.resident(i) for i in range(len(engine.layers)) if engine.cache
+    ]
+    rows = rows_of(path)
+    assert len(rows) == c.routed
+    assert sum(int(r["dropped"]) for r in rows) == c.dropped
+    if "drop_cold_experts" in settings:
+        assert c.dropped
+    if "draft" in settings:
+        assert results[0].spec.accepted < results[0].spec.drafted
+        assert "reject:" in path.read_text()
+    if "prefetch" not in settings:
+        assert sum(int(r["expert_bytes"]) for r in rows) == c.bytes
+    else:
+        assert len({(r["batch"], r["expert"]) for r in rows if r["residency"] == "2"}) == c.guess_hits
+
+
+def test_a_wrong_replay_is_noticed(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """The comparison above can fail: one routed expert, one event or one quota that is another changes the counts."""
+    path = tmp_path / "route.csv"
+    engine = open_engine(tiny("qwen3moe", "Q8_0", **MODEL), "few", draft=WIDE, route_trace=str(path))
+    generate(engine, PROMPT, script=SCRIPT)
+    engine.close()
+    right = CacheReplay.recorded(read_trace(path)).run()
+    text = path.read_text()
+    for pattern, other in ((r"reject:\d+", ""), (r"quota=\d+", "quota=1"), (r"left:\d+", "left:9999")):
+        (tmp_path / "other.csv").write_text(re.sub(pattern, other, text))
+        assert re.search(pattern, text), pattern
+        wrong = CacheReplay.recorded(read_trace(tmp_path / "other.csv")).run()
+        assert (wrong.hits, wrong.evictions) != (right.hits, right.evictions), pattern
+
+
+@pytest.mark.parametrize("arch", ["qwen3moe", "glm4moe", "gpt-oss", "gemma4", "deepseek2"])
+def test_rows_are_what_llama_cpp_routes(arch: str, tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    path, model = tmp_path / "route.csv", tiny(arch, None if arch == "gpt-oss" else "Q8_0", **MODEL)
+    engine = open_engine(model, "few", route_trace=str(path), ubatch=16)
+    generate(engine, PROMPT, 8)
+    engine.close()
+    with Resident(model, record=True, threads=1, ubatch=16) as resident:
+        routes = resident.generate(PROMPT, 8).routes
+    rows = rows_of(path)
+    traced = [(b.layer, [list(row) for row in b.rows]) for b in read_trace(path).batches()]
+    # The last token that is chosen is not computed by the engine.
+    assert traced == routes[: len(traced)]
+    assert len(routes) - len(traced) <= len(engine.layers)
+    weights = np.array([float(r["weight"]) for r in rows]).reshape(-1, 4)
+    assert np.isfinite(weights).all()
+    assert (weights > 0).all()
+    if arch in ("qwen3moe", "gpt-oss"):
+        assert np.allclose(weights.sum(axis=1), 1, atol=1e-4)
+        assert (np.diff(weights, axis=1) <= 1e-6).all()
+    prefill = [r for r in rows if r["phase"] == "0"]
+    assert sorted({int(r["step"]) for r in prefill}) == list(range(40))
+    assert sorted({int(r["step"]) for r in rows if r["phase"] == "1"}) == list(range(40, 47))
+    last = max(int(r["layer"]) for r in rows)
+    # The last layer computes the tokens whose logits are wanted: the last of the prompt.
+    assert {int(r["step"]) for r in prefill if int(r["layer"]) == last} in ({39}, set(range(40)), {15, 31, 39})
+
+
+def test_after_a_failed_read_and_a_stop_the_replay_goes_on(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    """What a stopped graph leaves out of the cache, the replay leaves out."""
+    path = tmp_path / "route.csv"
+    engine = open_engine(tiny("qwen3moe", "Q8_0", **MODEL), 12, route_trace=str(path), overlap=True)
+    first = generate(engine, PROMPT)
+    engine.lanes.sabotage(3)
+    broken = engine.generate(prompt_ids(40, 4), max_tokens=4)
+    with pytest.raises(ReadError):
+        list(broken)
+    engine.lanes.sabotage(0)
+    stopped = engine.generate(prompt_ids(40, 5), max_tokens=30, stop_at_end=False)
+    for token in stopped:
+        if token.index == 9:
+            engine.cancel()
+    last = generate(engine, prompt_ids(30, 6))
+    c = engine.counters()
+    engine.close()
+    tally = CacheReplay.recorded(read_trace(path)).run()
+    check(tally, [first, broken.result, stopped.result, last])
+    assert sum(tally.hits.values()) == c.hits
+    assert "clear" in path.read_text()
+
+
+def test_texts_that_are_scored_are_traced(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    path = tmp_path / "route.csv"
+    engine = open_engine(tiny("qwen3moe", "Q8_0", **MODEL), 12, route_trace=str(path), score_rows=16)
+    results = []
+    for one_by_one in (False, True):
+        scoring = engine.score(PROMPT, 20, one_by_one=one_by_one)
+        list(scoring)
+        results.append(scoring.result)
+    engine.close()
+    check(CacheReplay.recorded(read_trace(path)).run(), results)
+
+
+def test_a_trace_changes_nothing(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    model = tiny("qwen3moe", "Q8_0", **MODEL)
+    plain = generate(open_engine(model, "few", overlap=True), PROMPT)
+    traced = open_engine(
+        model, "few", overlap=True, route_trace=str(tmp_path / "r.csv"), io_trace=str(tmp_path / "i.csv")
+    )
+    result = generate(traced, PROMPT)
+    assert result.token_ids == plain.token_ids
+    assert (result.decode.hits, result.decode.bytes) == (plain.decode.hits, plain.decode.bytes)
+
+
+# ---- reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"overlap": True, "draft": WIDE}, {"overlap": True, "prefetch": "next-layer"}]
+)
+def test_every_read_is_in_the_io_trace(
+    settings: dict[str, Any], tiny: Tiny, open_engine: OpenEngine, tmp_path: Path
+) -> None:
+    """Bytes add up to what was reported, by phase, and each row names the slice that lies there."""
+    path = tmp_path / "io.csv"
+    engine = open_engine(tiny("gpt-oss", None, **MODEL), 24, io_trace=str(path), **settings)
+    results = [generate(engine, PROMPT), generate(engine, prompt_ids(30, 9))]
+    c = engine.counters()
+    engine.close()
+    assert engine.traces.io is not None
+    assert engine.traces.io.lost == 0
+    rows = rows_of(path)
+    experts = [r for r in rows if r["part"] != "dense"]
+    assert len(experts) == c.reads
+    assert sum(int(r["slice_bytes"]) for r in experts) == c.bytes
+    assert sum(int(r["bytes"]) for r in rows) == c.disk_bytes
+    for turn, result in enumerate(results):
+        for phase, counters in enumerate((result.prefill, result.decode)):
+            if "prefetch" not in settings:  # a guess may be read after the batch that made it
+                mine = [r for r in experts if (r["turn"], r["phase"]) == (str(turn), str(phase))]
+                assert sum(int(r["slice_bytes"]) for r in mine) == counters.bytes
+    slices = {(f"{i}", t.name.split(".")[-2]): t for i, la in enumerate(engine.layers) for t in la.tensors}
+    for r in experts:
+        t = slices[r["layer"], r["part"]]
+        start = t.offset + int(r["expert"]) * t.nbytes
+        assert int(r["offset"]) == start // 4096 * 4096
+        assert int(r["slice_bytes"]) == t.nbytes
+        assert int(r["latency_us"]) >= 0
+        assert int(r["queue_us"]) >= 0
+        assert 0 <= int(r["lane"]) < engine.config.io_threads
+    assert {r["cause"] for r in rows} == {"dense", "prefill", "decode"}
+    told = io_trace.summarise(io_trace.read_io_trace(path))
+    assert sum(s.bytes for s in told) == c.disk_bytes
+    assert [s.failed for s in told] == [0, 0, 0]
+
+
+def test_reads_without_room_are_counted(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
+    engine = open_engine(tiny("qwen3moe", "Q8_0", **MODEL), "few", io_trace=str(tmp_path / "io.csv"))
+    engine.lanes.record(5)
+    generate(engine, PROMPT, 4)
+    reads = engine.counters().reads
+    engine.close()
+    assert engine.traces.io is not None
+    rows = [r for r in rows_of(tmp_path / "io.csv") if r["part"] != "dense"]
+    assert engine.traces.io.lost > 0
+    assert len(rows) + engine.traces.io.lost == reads
+    assert f"{engine.traces.io.lost} reads lost" in "\n".join(engine.traces.lines())
+
+
+def test_busy_time_is_that_of_the_union() -> None:
+    assert io_trace.busy_us([0, 5, 20, 21], [10, 12, 30, 22]) == 22
+    assert io_trace.busy_us([], []) == 0
+
+
+# ---- files ------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, tiny: Tiny) -> None:
+    model = tiny("qwen3moe", "Q8_0", **MODEL)
+    arguments = ("-m", model, "-p", "Hello", "-n", "8", "-c", "128", "-t", "1", "--ignore-eos")
+    plain = run(*arguments)
+    full = run(*arguments, "--route-trace", "/dev/full", "--io-trace", "/dev/full")
+    assert (full.code, full.out) == (0, plain.out)
+    said = [line for line in full.err.splitlines() if os.strerror(errno.ENOSPC) in line]
+    assert [line.split(":")[1].strip() for line in said] == ["--route-trace", "--io-trace"]
+    quiet = run(*arguments, "-q", "--route-trace", "/dev/full")
+    assert len(quiet.err.splitlines()) == 1
+
+
+def test_what_does_not_fit_is_cut_off_at_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = os.pwrite, [25]
+
+    def pwrite(fd: int, data: Any, at: int) -> int:
+        n = min(len(data), left[0])
+        if n == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= n
+        return real(fd, bytes(data[:n]), at)
+
+    monkeypatch.setattr(files.os, "pwrite", pwrite)
+    out = files.LineFile(tmp_path / "t.csv", "--x")
+    out.write("one,two\n")
+    out.write("three,four\n")
+    out.write("a line that is longer than what is left\n")
+    out.write("more\n")
+    assert (tmp_path / "t.csv").read_text() == "one,two\nthree,four\n"
+    assert "--x: ended early" in out.failure
+    assert "No space left" in out.failure
+    out.close()
+
+
+def test_a_killed_run_leaves_whole_rows(tmp_path: Path, tiny: Tiny) -> None:
+    path, model = tmp_path / "r.csv", tiny("qwen3moe", "Q8_0", **MODEL)
+    process = start("-m", model, "-p", "Hello", "-n", "4000", "-c", "4096", "--ignore-eos", "--route-trace", path)
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not (path.exists() and path.stat().st_size > 20_000):
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert path.read_bytes().endswith(b"\n")
+    trace = read_trace(path)
+    assert len(trace) > 100
+    replayed = CacheReplay.recorded(trace).run()
+    assert sum(replayed.looked.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--route-trace", "no/such/place.csv"), "--route-trace: cannot write"),
+        (("--io-trace", "."), "--io-trace: . is a directory"),
+        (("--route-trace", "a.csv", "--io-trace", "a.csv"), "is what --route-trace writes"),
+        (("--route-trace", "a.csv", "--metrics-json", "a.csv"), "give another path"),
+    ],
+)
+def test_paths_are_checked_before_the_run(arguments: tuple[str, ...], message: str, tmp_path: Path, tiny: Tiny) -> None:
+    done = run("-m", tiny("qwen3moe", "Q8_0", **MODEL), "-p", "x", *arguments, cwd=tmp_path)
+    assert done.code == 2
+    assert message in done.last
+    assert "Traceback" not in done.err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_library_is_told_of_a_bad_path(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--route-trace"):
+        bmoe.Engine.open(tiny("qwen3moe", "Q8_0", **MODEL), route_trace=str(tmp_path / "no" / "t.csv"))
+
+
+def test_a_model_name_is_one_word(tmp_path: Path, tiny: Tiny) -> None:
+    odd = tmp_path / "my model=1 layer=2.gguf"
+    odd.symlink_to(tiny("qwen3moe", "Q8_0", **MODEL))
+    with bmoe.Engine.open(odd, cache_mb="auto", route_trace=str(tmp_path / "t.csv"), ctx=64) as engine:
+        generate(engine, PROMPT[:4], 2)
+    trace = read_trace(tmp_path / "t.csv")
+    assert trace.header["model"] == "my_model_1_layer_2.gguf" or "_" in trace.header["model"]
+    assert sorted(trace.expert_bytes) == list(range(len(engine.layers)))
+
+
+# ---- the command ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traced(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> tuple[Path, Path, Any]:
+    """A route trace, an I/O trace, and the result of the run that wrote both."""
+    route, reads = tmp_path / "route.csv", tmp_path / "io.csv"
+    engine = open_engine(
+        tiny("qwen3moe", "Q8_0", **MODEL), "few", route_trace=str(route), io_trace=str(reads), overlap=True
+    )
+    result = generate(engine, PROMPT)
+    engine.close()
+    return route, reads, result
+
+
+def test_the_command_gives_the_reported_rate(traced: tuple[Path, Path, Any]) -> None:
+    route, reads, result = traced
+    done = run("trace", route)
+    assert done.code == 0, done.err
+    rate = f"{100 * result.decode.hit_rate:.2f} %"
+    assert f"run: {rate} hit in decode" in done.out
+    assert f"replay: {rate} and" in done.out
+    assert "every hit and miss the same" in done.out
+    for word in ("reuse:", "predictors:", "hot experts", "votes", "lru", "40 tokens of prefill and 23 of decode"):
+        assert word in done.out
+    io_done = run("trace", reads)
+    assert io_done.code == 0
+    assert "decode:" in io_done.out
+    assert "prefill:" in io_done.out
+
+
+def test_the_page_is_self_contained(traced: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    for path in traced[:2]:
+        out = tmp_path / f"{path.stem}.html"
+        done = run("trace", path, "--html", out, timeout=60)
+        assert done.code == 0, done.err
+        page = out.read_text()
+        assert page.startswith("<!DOCTYPE html>")
+        assert not re.search(r"<(script|img|iframe)\b[^>]*\bsrc=|<link\b|@import", page[: page.index("</style>") + 400])
+        assert not re.search(r"<(script|link|iframe)\b[^>]*(src|href)=[\"']?(https?:)?//", page)
+        assert page.count("Plotly.newPlot(") >= 2
+    assert "Hit rate in decode by memory" in (tmp_path / "route.html").read_text()
+    assert "What was resident" in (tmp_path / "route.html").read_text()
+
+
+def test_without_plotly_the_page_is_refused(traced: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    (tmp_path / "plotly.py").write_text("raise ImportError\n")
+    import subprocess
+
+    places = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "bmoe", "trace", str(traced[0]), "--html", str(tmp_path / "x.html")],
+        capture_output=True, text=True, env=environment(PYTHONPATH=places),
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.strip() == "bmoe: --html needs plotly: pip install 'bmoe[plots]', or pip install plotly"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a route trace"),
+        (b"\x00\xff\x00", "not a text file"),
+        (b"# io_trace v1\n", "cut off"),
+        (b"# io_trace v1\nturn,step\n", "not an I/O trace"),
+        (b"# io_trace v1\n" + ",".join(tracing.IO_COLUMNS).encode() + b"\n0,1,2\n", ":3: not a whole row"),
+        (b"# route_trace v1\nturn,phase,step,layer,slot,expert\n", "the preamble has no line"),
+    ],
+)
+def test_what_is_no_trace_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    done = run("trace", tmp_path / "t.csv")
+    assert done.code == 1
+    assert message in done.last
+    assert str(tmp_path / "t.csv") in done.last
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
+    done = run("trace", tmp_path / "none.csv")
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert "No such file" in done.last
+
+
+def test_events_that_nobody_writes_are_refused(traced: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    text = traced[0].read_text()
+    for event in ("burn:3", "warm:0", "forget", "load:99:1", "reject:x"):
+        bad = tmp_path / "bad.csv"
+        bad.write_text(re.sub(r"left:\d+", event, text, count=1))
+        with pytest.raises(TraceError, match="event"):
+            CacheReplay.recorded(read_trace(bad)).run()
+
+
+def test_columns_are_found_by_name(traced: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    """Another order, and a column that nobody knows."""
+    lines = traced[0].read_text().splitlines()
+    preamble = [line for line in lines if line.startswith("#")]
+    rows = rows_of(traced[0])
+    out = io.StringIO()
+    names = ["new", *reversed(tracing.ROUTE_COLUMNS)]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([{**r, "new": "x"} for r in rows])
+    (tmp_path / "other.csv").write_text("\n".join(preamble) + "\n" + out.getvalue())
+    a, b = (CacheReplay.recorded(read_trace(p)).run() for p in (traced[0], tmp_path / "other.csv"))
+    assert a == b
+
+
+def plain_trace(rows: list[tuple[int, int, int, int, int, int]], n_expert: int = 8) -> RouteTrace:
+    names = ("turn", "phase", "step", "layer", "slot", "expert")
+    table = np.array(rows, np.int64)
+    layers = {int(layer): 100 for layer in set(table[:, 3])}
+    return RouteTrace(Path("x"), {}, layers, n_expert, {n: table[:, i] for i, n in enumerate(names)})
+
+
+def test_the_analysis_by_hand() -> None:
+    from bmoe.analysis import locality as analysis
+
+    # One layer, one expert per token: prefill 5, then decode 5, 6, 5, 5, 7.
+    trace = plain_trace([(0, 0, 0, 0, 0, 5), *((0, 1, 1 + i, 0, 0, e) for i, e in enumerate([5, 6, 5, 5, 7]))])
+    reuse = analysis.reuse(trace)
+    assert (reuse.counts[:2], reuse.first, reuse.median) == ((2, 1), 2, 1.0)
+    assert reuse.total == 5
+    (hot,) = analysis.hot(trace)
+    assert hot.top == (5, 6, 7)
+    assert hot.counts.tolist() == [0, 0, 0, 0, 0, 4, 1, 1]
+    shares = {a.name: a.share for a in analysis.agreement(trace)}
+    # Before: 5 5 6 5 5; two before (from the second decode token on): 5 5 6 5; most used: 5 throughout.
+    assert shares["the token before"] == 2 / 5
+    assert shares["two tokens before"] == 1 / 4
+    assert shares["most used so far"] == 3 / 5
+    assert "layer before, learned" not in shares
+    assert analysis.recorded(trace) is None
+
+
+def test_the_layer_before_is_learned() -> None:
+    from bmoe.analysis import locality as analysis
+
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(60):
+        e = int(rng.integers(8))
+        # The second layer's expert follows from the first's.
+        rows += [(0, 1, step, 0, 0, e), (0, 1, step, 1, 0, (e + 3) % 8)]
+    shares = {a.name: a.share for a in analysis.agreement(plain_trace(rows))}
+    assert shares["layer before, learned"] > 0.95
+    assert shares["the token before"] < 0.4
