@@ -13,11 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accounting.results import GenerationResult, StreamCounters, Token
+    from .accounting.counters import StreamCounters
+    from .accounting.results import GenerationResult, Token
+    from .accounting.token_record import TokenRecord
     from .engine.config import EngineConfig, Sampling
     from .engine.engine import Engine
     from .errors import AbiError, BmoeError, MemoryBudgetError, ModelError, ReadError, UsageError
-    from .observe.telemetry import TokenRecord
 
     __version__: str
 
@@ -27,8 +28,9 @@ _HOMES = {
     "engine.config": ("EngineConfig", "Sampling"),
     "engine.engine": ("Engine",),
     "errors": ("AbiError", "BmoeError", "MemoryBudgetError", "ModelError", "ReadError", "UsageError"),
-    "accounting.results": ("GenerationResult", "StreamCounters", "Token"),
-    "observe.telemetry": ("TokenRecord",),
+    "accounting.counters": ("StreamCounters",),
+    "accounting.results": ("GenerationResult", "Token"),
+    "accounting.token_record": ("TokenRecord",),
     "version": ("__version__",),
 }
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 import bmoe
-from bmoe.accounting.results import StreamCounters
+from bmoe.accounting.counters import StreamCounters
 from bmoe.engine.scoring import text_bytes, windows
 from bmoe.experts import slots
 from bmoe.llama import llama

@@ -1,1 +1,4 @@
-"""accounting."""
+"""What things cost: counters, time, bytes by cause, and the records and results made of these. Pure.
+
+Imports: host.
+"""

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import sub
+from typing import NamedTuple
 
-from ..speculation.verify import FlashSplit
-from .results import Cost, StreamCounters
-from .timing import Clock, TimeSplit
+from .bytes_by_cause import FlashSplit
+from .counters import StreamCounters
+from .timing import Accounts, Clock, TimeSplit
+
+
+class Cost(NamedTuple):
+    """What a token has cost. `stream`: the expert stream's counters; `flash`: bytes charged, cause -> (bytes, re-reads
+    among them); `clock`: nanoseconds by account of `timing.Clock`."""
+
+    stream: StreamCounters
+    flash: dict[str, tuple[int, int]]
+    clock: Accounts
+
+    @property
+    def time(self) -> TimeSplit:
+        """Where the time went; made when it is asked for, since most runs never do."""
+        return TimeSplit.of(self.clock, self.stream.spent)
 
 
 class Meter:

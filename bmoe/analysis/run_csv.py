@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..accounting.bytes_by_cause import CAUSES
+from ..accounting.token_record import TIME_COLUMNS
 from ..errors import BmoeError
-from ..observe.telemetry import MAGIC, TIME_COLUMNS
-from ..speculation.verify import CAUSES
+from ..observe.telemetry import MAGIC
 
 Floats = npt.NDArray[np.float64]
 

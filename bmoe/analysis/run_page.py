@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..observe.telemetry import TIME_COLUMNS
-from ..speculation.verify import CAUSES
+from ..accounting.bytes_by_cause import CAUSES
+from ..accounting.token_record import TIME_COLUMNS
 from .run_csv import Floats, Run
 from .run_stats import Estimate
 from .trace_page import require_plotly

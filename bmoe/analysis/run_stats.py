@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..observe.telemetry import TIME_COLUMNS
+from ..accounting.token_record import TIME_COLUMNS
 from .run_csv import Floats, Run
 
 MiB = 1 << 20

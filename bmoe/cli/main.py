@@ -37,7 +37,8 @@ from .flags import (
     check_output_flags,
     engine_settings,
 )
-from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, text_view, write
+from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, write
+from .text import text_view
 from .token_output import CsvFile, ProgressLines, run_summary
 
 _AGAIN_S = 1.0  # a Ctrl-C this soon after another one changes nothing: the first is being served

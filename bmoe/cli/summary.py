@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..accounting.results import GenerationResult, StreamCounters, expert_summary
+from ..accounting.counters import StreamCounters
+from ..accounting.results import GenerationResult
 from ..engine.config import Sampling
 from ..engine.engine import Engine
 from ..errors import BmoeError
@@ -297,3 +298,29 @@ def write_json(path: Path, data: dict[str, Any], flag: str = "--metrics-json") -
         write_whole(path, json.dumps(data, indent=1) + "\n")
     except OSError as e:
         raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
+
+
+def expert_summary(
+    counters: StreamCounters, steps: int, budget: int, resident: int, drop_threshold: float | None = None
+) -> dict[str, Any]:
+    """The `expert` object of the metrics file for one phase."""
+    return {
+        "bytes_read": counters.bytes,
+        "bytes_per_token": counters.bytes / steps if steps else None,
+        "reads": counters.reads,
+        "routed": counters.routed,
+        "hits": counters.hits,
+        "misses": counters.misses,
+        "hit_rate": counters.hit_rate,
+        "evictions": counters.evictions,
+        "rereads": counters.rereads,
+        "streamed": counters.streamed,
+        "budget_bytes": budget,
+        "resident_bytes": resident,
+        "drop": {
+            "threshold": drop_threshold,
+            "routed": counters.drop_routed,
+            "dropped": counters.dropped,
+            "weight_mass_dropped": counters.dropped_weight,
+        },
+    }

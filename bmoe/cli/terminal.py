@@ -8,12 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-    from ..accounting.results import Token
 
 _STAGES = {"dense": "reading dense weights", "prefill": "prefill", "score": "scoring"}
 
@@ -57,41 +55,6 @@ def _drop_stdout() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
-
-
-class Text(Protocol):
-    """Where the text of a run goes."""
-
-    def write(self, text: str) -> None:
-        """Text, at once. Raises OutputError."""
-        ...
-
-    def token(self, token: Token) -> None:
-        """The token that the text came with."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class PlainText:
-    """Text on stdout and nothing else (`Text`)."""
-
-    def write(self, text: str) -> None:
-        write(text)
-
-    def token(self, token: Token) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def text_view(live: bool, slots: Callable[[], tuple[int, int] | None]) -> Text:
-    """Where text goes: with a line under it that says how the run is doing, where `live` and stderr is a terminal."""
-    if not live or not sys.stderr.isatty() or os.environ.get("TERM", "dumb") == "dumb":
-        return PlainText()
-    # Loaded here: a run without a terminal does not need it.
-    from .status_line import on_terminal
-
-    return on_terminal(slots)
 
 
 class ProgressView:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..accounting.results import StreamCounters
+from ..accounting.counters import StreamCounters
 from ..errors import BmoeError, ModelError, UsageError
 from ..experts import slots, warm_start
 from ..experts.budget import CacheDecision, advice, decide

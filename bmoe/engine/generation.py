@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..accounting.results import GenerationResult, StreamCounters, Token
+from ..accounting.counters import StreamCounters
+from ..accounting.results import GenerationResult, Token
 from ..accounting.timing import DRAFT, GRAPH, LOOP, OUTPUT, Clock
 from ..accounting.token_cost import Meter
 from ..errors import BmoeError, ReadError, UsageError
@@ -190,7 +191,7 @@ class Generation:
                 self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.pace, clock
             )
             for step in steps:
-                result.spec.count(step)
+                result.spec.count(step.drafted, step.accepted, len(step.confirmed))
                 took = self._take_graph_s()
                 result.decode_s += took
                 result.decode_steps += 1

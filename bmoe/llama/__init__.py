@@ -1,1 +1,4 @@
-"""llama."""
+"""The only place that knows llama.cpp: its bindings, models, contexts, samplers, and the layout check (docs/abi.md).
+
+Imports: nothing.
+"""

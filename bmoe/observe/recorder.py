@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..accounting.results import Cost
+from ..accounting.token_cost import Cost
+from ..accounting.token_record import TokenRecord
 from ..host.probe import HostSample, Probe
 from ..speculation.verify import Step
-from .telemetry import TokenRecord
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine

@@ -1,4 +1,4 @@
-"""Draft, verify, accept, roll back: the greedy loop and its accounts. Pure: no model, no llama.cpp.
+"""Draft, verify, accept, roll back: the greedy loop. Pure: no model, no llama.cpp.
 
 The loop is the only one there is: without speculation its drafter never drafts, and every step is a plain decode
 of one token.
@@ -7,9 +7,8 @@ of one token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -148,89 +147,3 @@ def verify_steps(
         history.extend(tokens)
         wanted -= len(confirmed)
         yield Step(confirmed, len(draft), accepted)
-
-
-CAUSES = ("prefill", "base", "accepted", "rejected", "draft_source", "prefetch_used", "prefetch_wasted", "recovery")
-"""What a byte read from disk is charged to: the prompt; what the confirmed position routed; widening by drafts that
-were accepted, by drafts that were not; the draft source's own routing; reading ahead; decoding again what a memory
-that cannot go back had lost."""
-
-
-@dataclass
-class FlashSplit:
-    """Bytes read from disk by cause, and of these the part of experts that had been read before."""
-
-    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-    rereads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
-
-    def charge(self, cause: str, total: int, again: int) -> None:
-        """Charges `total` bytes, `again` of them re-reads, to one cause."""
-        self.bytes[cause] += total
-        self.rereads[cause] += again
-
-    def charge_batch(self, total: Sequence[int], again: Sequence[int], accepted: int) -> None:
-        """Charges a verify batch by position: 0 is the confirmed token, then the drafts, `accepted` of them right."""
-        self.charge("base", total[0], again[0])
-        self.charge("accepted", sum(total[1 : 1 + accepted]), sum(again[1 : 1 + accepted]))
-        self.charge("rejected", sum(total[1 + accepted :]), sum(again[1 + accepted :]))
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
-    def copy(self) -> FlashSplit:
-        """As it is now."""
-        return FlashSplit(dict(self.bytes), dict(self.rereads))
-
-    def since(self, before: FlashSplit) -> dict[str, tuple[int, int]]:
-        """What was charged after `before` was copied: cause -> (bytes, re-reads among them), causes of 0 left out."""
-        return {
-            cause: (n - before.bytes[cause], self.rereads[cause] - before.rereads[cause])
-            for cause, n in self.bytes.items()
-            if n != before.bytes[cause]
-        }
-
-    def as_dict(self) -> dict[str, int]:
-        """Cause -> bytes."""
-        return dict(self.bytes)
-
-
-@dataclass
-class SpecResult:
-    """What speculation did in one generation. `type`: the drafters, "none" without; seconds.
-
-    `decodes` are verify batches and plain decodes together, `drafted_steps` those that had a draft.
-    `draft_s`: drafting, the head's graphs
-    included. `recoveries`: times that a rejected tail could not be taken back and the sequence was decoded again.
-    """
-
-    type: str = "none"
-    drafted: int = 0
-    accepted: int = 0
-    decodes: int = 0
-    drafted_steps: int = 0
-    confirmed: int = 0
-    draft_s: float = 0.0
-    recoveries: int = 0
-    recovery_s: float = 0.0
-    recovery_bytes: int = 0
-
-    def count(self, step: Step) -> None:
-        """Adds one step."""
-        self.drafted += step.drafted
-        self.accepted += step.accepted
-        self.decodes += 1
-        self.drafted_steps += step.drafted > 0
-        self.confirmed += len(step.confirmed)
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of drafted tokens that were accepted; None where nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def tokens_per_decode(self) -> float | None:
-        return self.confirmed / self.decodes if self.decodes else None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "acceptance": self.acceptance, "tokens_per_decode": self.tokens_per_decode}

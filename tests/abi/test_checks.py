@@ -60,7 +60,7 @@ def test_every_row_of_the_document_is_a_check() -> None:
 
 
 def test_operations_are_those_of_the_extensions() -> None:
-    source = "".join(p.read_text() for p in (ROOT / "ext").iterdir() if p.suffix in (".pyx", ".pxi"))
+    source = "".join(p.read_text() for p in (ROOT / "ext").rglob("*") if p.suffix in (".pyx", ".pxi"))
     asked = {*re.findall(r'_is\([^"]*?b"(\w+)"\)', source), *re.findall(r'op_name\([^()]*\), b?"(\w+)"', source)}
     asked |= set(re.findall(r'_g\.op_name\(\w+\.op\), b"(\w+)"', source))
     assert asked == names.GRAPH_OPS

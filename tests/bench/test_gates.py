@@ -39,7 +39,7 @@ def run_gates(*arguments: str, **env: str) -> tuple[int, str, list[str]]:
         ("bench_drafters.py", "plain_drafter and k4v", "drafters/ngram-map-k4v", 2),
         ("bench_plan.py", "policy and votes", "plan/votes", 8),
         ("bench_kernel.py", "Q4_K", "kernel/Q4_K x 1", 2),
-        ("bench_lanes.py", "large", "lanes/large x 1", 2),
+        ("bench_reads.py", "large", "lanes/large x 1", 2),
         ("bench_decode.py", "python", "decode/python", 3),
     ],
 )
@@ -49,7 +49,9 @@ def test_a_slowdown_is_a_breach(file: str, tests: str, name: str, factor: int) -
     What is not slowed down beside it passes. A busy machine may hide it from one run.
     """
     for _ in range(5):
-        code, out, breaches = run_gates(f"bench/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}={factor}")
+        code, out, breaches = run_gates(
+            f"bench/gates/{file}", "-m", "ratio", "-k", tests, "--plant", f"{name}={factor}"
+        )
         if code:
             break
     assert code == 1, out
@@ -72,12 +74,12 @@ def test_a_slowdown_is_a_breach(file: str, tests: str, name: str, factor: int) -
         ("bench_decode.py", "none", "extra-read", r"generation/few slots, none: reads of lanes .* \(\+1\)"),
         ("bench_decode.py", "none", "dropped-hit", r"generation/all slots, none: .*decode misses"),
         ("bench_drafters.py", "", "wrong-draft", r"drafters/ngram, edited copy: accepted (\d+), expected (\d+) \(-"),
-        ("bench_allocations.py", "", "allocation", r"allocations/generation: 100 tokens, _lanes 100, expected 0"),
+        ("bench_allocations.py", "", "allocation", r"allocations/generation: 100 tokens, _reads 100, expected 0"),
         ("bench_allocations.py", "", "call", r"calls/100 decode steps: engine.counters 200, expected 100 \(\+100\)"),
     ],
 )
 def test_a_count_that_is_off_is_a_breach(file: str, test: str, fault: str, says: str) -> None:
-    code, out, breaches = run_gates(f"bench/{file}", "-m", "exact", "-k", test, "--plant", fault)
+    code, out, breaches = run_gates(f"bench/gates/{file}", "-m", "exact", "-k", test, "--plant", fault)
     assert code == 1, out
     found = [b for b in breaches if re.match(f"gate breached: {says}", b)]
     assert len(found) == 1, breaches

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from cli_process import run
 
+from bmoe.accounting.bytes_by_cause import CAUSES
+from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
 from bmoe.analysis import run_page, run_stats
 from bmoe.analysis.run_csv import CsvError, read_run
 from bmoe.cli.commands.report import short_names
-from bmoe.observe.telemetry import COLUMNS, TIME_COLUMNS, csv_head, csv_row, csv_summary
-from bmoe.speculation.verify import CAUSES
+from bmoe.observe.telemetry import csv_head, csv_row, csv_summary
 
 Row = dict[str, float | None]
 

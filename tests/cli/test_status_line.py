@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from screen import Screen
 
-from bmoe.accounting.results import Cost, StreamCounters, Token
+from bmoe.accounting.counters import StreamCounters
+from bmoe.accounting.results import Token
+from bmoe.accounting.token_cost import Cost
 from bmoe.cli.status_line import LiveLine, Recent, fitting, follow
 
 PIECES = st.lists(

@@ -11,6 +11,7 @@ import pytest
 from reference import prompt_ids
 
 import bmoe
+from bmoe.speculation import draft_width
 from bmoe.speculation.drafting import DraftSpec, ModConfig, NgramConfig, make_drafter
 from bmoe.speculation.verify import Tokens
 
@@ -39,7 +40,7 @@ def engine() -> Iterator[bmoe.Engine]:
 
 
 def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
-    engine.drafter, engine.pace = make_drafter(spec), bmoe.engine.make_pace(spec.policy)
+    engine.drafter, engine.pace = make_drafter(spec), draft_width.make_pace(spec.policy)
     engine.context.clear()
     engine.cached_ids.clear()
     generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)

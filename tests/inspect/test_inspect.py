@@ -187,7 +187,7 @@ def test_what_auto_says_is_what_a_run_decides(
     monkeypatch.setattr(bmoe.inspect.inspection.memory, "read_memory_facts", lambda: facts)
     found = inspect_model(path, config)
     taken: list[int] = []
-    real = bmoe.engine.decide
+    real = bmoe.engine.engine.decide
 
     def decide(request: Any, sizes: Any, _: MemoryFacts, already_resident: int = 0) -> Any:
         taken.append(already_resident)
@@ -336,10 +336,10 @@ def test_unmeasured_is_marked_unknown(moe: Path) -> None:
 
 
 def test_a_refused_direct_read_is_said(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measurement._lanes.Lanes
+    real = measurement._reads.Lanes
     found = inspect_model(moe, EngineConfig(threads=1))
     assert measurement.measure_disk(found.file, found.layers, found.config).direct
-    monkeypatch.setattr(measurement._lanes, "Lanes", lambda paths, n, direct: real(paths, n, False))
+    monkeypatch.setattr(measurement._reads, "Lanes", lambda paths, n, direct: real(paths, n, False))
     lines = inspect_view.measured_lines(found, forecast.measure(found))
     assert "through the page cache (the file system refuses direct reads): memory may have answered" in lines[0]
     assert "through the page cache (--no-odirect)" in inspect(moe, "--no-odirect").out

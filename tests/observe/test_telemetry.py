@@ -20,12 +20,13 @@ from tiny_mtp import TinyMtp
 
 import bmoe
 from bmoe.accounting.timing import GRAPH, LOOP, OUTPUT, Clock, TimeSplit
+from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
 from bmoe.analysis.run_csv import CsvError, read_run
 from bmoe.cli import main
 from bmoe.host import _memory, memory
 from bmoe.host.probe import Probe
 from bmoe.observe import recorder
-from bmoe.observe.telemetry import COLUMNS, TIME_COLUMNS, csv_row, json_line
+from bmoe.observe.telemetry import csv_row, json_line
 from bmoe.speculation.drafting import DraftSpec
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmoe.speculation.verify import Choice, FlashSplit, SpecResult, Tokens, accepted_prefix, verify_steps
+from bmoe.accounting.bytes_by_cause import FlashSplit
+from bmoe.accounting.results import SpecResult
+from bmoe.speculation.verify import Choice, Tokens, accepted_prefix, verify_steps
 
 
 class TableTarget:
@@ -152,7 +154,7 @@ def test_any_drafter_gives_plain_greedy_output(
     pace = None if cuts is None else Cutting(cuts)
     for step in verify_steps(target, drafter, history, first, wanted, widest, pace):
         out += [c.id for c in step.confirmed]
-        spec.count(step)
+        spec.count(step.drafted, step.accepted, len(step.confirmed))
         # Every confirmed token but the newest is in the target's sequence, and nothing else is.
         assert target.sequence == history[:-1]
         assert step.drafted <= widest

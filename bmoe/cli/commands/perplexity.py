@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...accounting.results import StreamCounters, expert_summary
+from ...accounting.counters import StreamCounters
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.scoring import Tally, Window, text_bytes, windows
@@ -189,8 +189,8 @@ class Measurement:
             "hit_rate": counters.hit_rate,
             "total_s": self.seconds,
             "warm_start": summary.warm_start(engine),
-            "expert": expert_summary(self.decode, t.n, budget, resident, dropping),
-            "prefill": {"expert": expert_summary(self.prefill, self.prefilled, budget, resident, dropping)},
+            "expert": summary.expert_summary(self.decode, t.n, budget, resident, dropping),
+            "prefill": {"expert": summary.expert_summary(self.prefill, self.prefilled, budget, resident, dropping)},
         }
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ...accounting.bytes_by_cause import CAUSES
+from ...accounting.token_record import TIME_COLUMNS
 from ...analysis import run_page, run_stats, trace_page
 from ...analysis.run_csv import Run, read_run
 from ...analysis.run_stats import METRICS, Estimate
 from ...errors import BmoeError
 from ...host.files import check_writable, write_whole
-from ...observe.telemetry import TIME_COLUMNS
-from ...speculation.verify import CAUSES
 from ..flags import Parser
 from ..terminal import say, write
 
