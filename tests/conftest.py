@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -21,7 +20,6 @@ from tiny_models import write_tiny
 from tiny_mtp import TinyMtp, write_tiny_mtp
 
 import bmoe
-import bmoe.engine.engine
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file
@@ -114,8 +112,7 @@ def open_engine() -> Iterator[OpenEngine]:
                 return CacheDecision("fixed", wanted and wanted + sizes.experts - everything, sizes)
 
             settings = {"threads": 1, "ctx": 256, **settings}
-            with patch.object(bmoe.engine.engine, "decide", decide):
-                engine = stack.enter_context(bmoe.Engine.open(path, **settings))
+            engine = stack.enter_context(bmoe.Engine.open(path, grant=decide, **settings))
             opened.append(engine)
             return engine
 

@@ -76,7 +76,7 @@ def test_python(compare: Compare, tmp_path: Path) -> None:
                 next(generation)
             return perf_counter_ns() - started
 
-        with patch.object(engine.context, "decode", lambda tokens: 0):
+        with patch.object(engine.sequence.context, "decode", lambda tokens: 0):
             compare("decode/python", tokens, timed(lambda: list(_bare_steps(400))))
 
 

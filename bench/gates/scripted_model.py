@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tiny_models import write_tiny
 
 import bmoe
-import bmoe.engine.engine
 from bench.gates import scripts
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
@@ -55,5 +53,5 @@ def open_engine(path: Path, n_slots: int | None, **settings: Any) -> Iterator[bm
         return CacheDecision("fixed", wanted + sizes.experts - everything, sizes)
 
     settings = {"threads": 1, "ctx": 1024, "odirect": False, **settings}
-    with patch.object(bmoe.engine.engine, "decide", decide), bmoe.Engine.open(path, **settings) as engine:
+    with bmoe.Engine.open(path, grant=decide, **settings) as engine:
         yield engine

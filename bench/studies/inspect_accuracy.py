@@ -92,6 +92,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         prompt, script = text[: args.prompt_tokens], text[args.prompt_tokens :][: args.tokens + 1]
         tokens = list(engine.generate(prompt, max_tokens=len(script), script=script, stop_at_end=False))[1:]
         hits, misses = (sum(getattr(t.stream, name) for t in tokens) for name in ("hits", "misses"))
+        assert engine.plan is not None
         return {
             "tok_s": 1 / statistics.median(t.decode_s for t in tokens),
             "mean_tok_s": len(tokens) / sum(t.decode_s for t in tokens),

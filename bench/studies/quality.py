@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, text: str, **settings: Any) -> Cell:
             part = ids[w.begin : w.end]
             part[0] = bos if bos >= 0 else part[0]
             scoring = engine.score(part, w.first - w.begin, one_by_one=True)
-            n_bytes += text_bytes(engine, [t.id for t in scoring])
+            n_bytes += text_bytes(engine.model, [t.id for t in scoring])
             nll += scoring.nll
             decode = decode.plus(scoring.result.decode)
         experts = sum(layer.n_expert for layer in engine.layers)

@@ -113,26 +113,26 @@ def record(engine: Engine, name: str, prompt: list[int], n: int) -> Record:
     """
     from bmoe.speculation.drafting import DrafterStack
 
-    assert engine.head is not None
-    if engine.head.head.n_heads > 1:
+    assert engine.sequence.head is not None
+    if engine.sequence.head.head.n_heads > 1:
         raise ValueError("a chain of heads is as long as it is: only a single head can be recorded")
-    kept = engine.head, engine.drafter
+    kept = engine.sequence.head, engine.drafting.drafter
     try:
-        engine.head, engine.drafter = None, DrafterStack([])
+        engine.sequence.head, engine.drafting.drafter = None, DrafterStack([])
         script = [t.id for t in engine.generate(prompt, max_tokens=n, stop_at_end=False)]
         found = Record(name, list(prompt), script)
-        engine.context.clear()
-        engine.cached_ids.clear()
-        engine.head = Recorder(kept[0].head, found)
-        engine.drafter = DrafterStack([engine.head])
+        engine.sequence.context.clear()
+        engine.sequence.ids.clear()
+        engine.sequence.head = Recorder(kept[0].head, found)
+        engine.drafting.drafter = DrafterStack([engine.sequence.head])
         for _ in engine.generate(prompt, max_tokens=n, script=script, stop_at_end=False):
             pass
     finally:
-        engine.head, engine.drafter = kept
+        engine.sequence.head, engine.drafting.drafter = kept
         kept[0].head.clear()
         kept[0].resume(0)
-        engine.context.clear()
-        engine.cached_ids.clear()
+        engine.sequence.context.clear()
+        engine.sequence.ids.clear()
     return found
 
 

@@ -115,8 +115,10 @@ def runs_of(engine: Any, args: argparse.Namespace) -> Iterator[Run]:
     """The texts of the command line; with `--recorded`, those whose record comes on standard input."""
     if args.recorded is not None:
         for record in recorded.load(sys.stdin.read()).values():
-            if not recorded.fits(record, engine.context.n_vocab):
-                raise SystemExit(f"{args.model}: {engine.context.n_vocab} tokens: it has not all that were recorded")
+            if not recorded.fits(record, engine.sequence.context.n_vocab):
+                raise SystemExit(
+                    f"{args.model}: {engine.sequence.context.n_vocab} tokens: it has not all that were recorded"
+                )
             yield Run(record.name, "recorded", record.prompt, len(record.script), record.script, record)
         return
     for text in (t for t in texts.all_texts(args.chars) if not args.texts or t.name in args.texts):
@@ -140,7 +142,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
         args.model, overlap=True, cache_mb=args.cache_mb, ctx=args.ctx, threads=args.threads, draft=longest,
         force_cache=True, rs_snapshots=64,
     ) as engine:  # fmt: skip
-        head = engine.head
+        head = engine.sequence.head
         for run in runs_of(engine, args):
             # Not counted: it would find the cache cold, of the head's experts too.
             run_cell(engine, head, run, "mtp 1" if head is not None else "plain")
@@ -160,16 +162,16 @@ def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
     from bmoe.speculation.drafting import make_drafter
 
     spec = make_spec(CELLS[name])
-    engine.head = head if "mtp" in spec.types else None
-    if engine.head is not None:
+    engine.sequence.head = head if "mtp" in spec.types else None
+    if engine.sequence.head is not None:
         if run.record is not None:
-            engine.head = recorded.Replayed(head.head, run.record, spec.draft, spec.mtp_p_min)
+            engine.sequence.head = recorded.Replayed(head.head, run.record, spec.draft, spec.mtp_p_min)
         else:
             head.n_max, head.p_min = spec.draft, spec.mtp_p_min
-    engine.drafter = make_drafter(spec, engine.head)
-    engine.pace = make_pace(spec.policy)
-    engine.context.clear()
-    engine.cached_ids.clear()
+    engine.drafting.drafter = make_drafter(spec, engine.sequence.head)
+    engine.drafting.pace = make_pace(spec.policy)
+    engine.sequence.context.clear()
+    engine.sequence.ids.clear()
     g = engine.generate(run.prompt, max_tokens=run.tokens, script=run.forced, stop_at_end=False)
     for _ in g:
         pass
@@ -204,7 +206,7 @@ def child_widths(args: argparse.Namespace) -> list[dict[str, Any]]:
         args.model, overlap=True, cache_mb=args.cache_mb, ctx=args.ctx, threads=args.threads,
         draft=make_spec({"types": ("ngram-mod",)}), force_cache=True, rs_snapshots=64,
     ) as engine:  # fmt: skip
-        n_vocab = engine.context.n_vocab
+        n_vocab = engine.sequence.context.n_vocab
         g = engine.generate(rng.integers(0, n_vocab - 8, 64).tolist(), max_tokens=4, stop_at_end=False)
         for _ in g:
             pass
@@ -213,9 +215,9 @@ def child_widths(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for _ in range(3):
                     tokens = rng.integers(0, n_vocab - 8, width).astype(np.int32)
                     before, t0 = engine.counters(), perf_counter()
-                    assert engine.context.decode_each(tokens, len(engine.cached_ids)) == 0
+                    assert engine.sequence.context.decode_each(tokens, len(engine.sequence.ids)) == 0
                     took, d = perf_counter() - t0, engine.counters() - before
-                    assert engine.context.truncate(len(engine.cached_ids))
+                    assert engine.sequence.context.truncate(len(engine.sequence.ids))
                     rows.append(
                         {
                             "width": width,

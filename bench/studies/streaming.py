@@ -85,7 +85,7 @@ def child_bmoe(args: argparse.Namespace) -> dict[str, Any]:
     before = resource.getrusage(resource.RUSAGE_SELF)
     with bmoe.Engine.open(args.model, threads=args.threads, ctx=args.ctx, **json.loads(args.settings)) as engine:
         opened = engine.counters()
-        prompt = prompt_ids(args, engine.context.n_vocab)
+        prompt = prompt_ids(args, engine.sequence.context.n_vocab)
         generation = engine.generate(prompt, max_tokens=args.tokens + 1, stop_at_end=False)
         cpu: list[float] = []
         tokens = []

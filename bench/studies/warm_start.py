@@ -44,7 +44,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         if args.wait and engine.preload is not None:
             engine.preload.wait()
         waited = time.perf_counter() - waited
-        n_vocab = engine.context.n_vocab
+        n_vocab = engine.sequence.context.n_vocab
         prompt = [(7919 * i + 13 + 1009 * args.seed) % (n_vocab - 8) for i in range(1, args.prompt_tokens + 1)]
         generation = engine.generate(prompt, max_tokens=args.tokens + 1, stop_at_end=False)
         tokens = list(generation)

@@ -69,11 +69,13 @@ class StockHead(Stock):
 def rows(files: Files) -> str:
     ids = np.array(some_tokens(6), np.int32)
     with _open(files.demo, draft=DraftSpec(types=("mtp",))) as engine:
-        engine.context.decode(ids)
-        whole = engine.target_rows.last(6).copy()
-        engine.context.truncate(5)
-        engine.context.decode(ids[5:])
-        last = engine.target_rows.last(1).copy()
+        target_rows = engine.sequence.rows
+        assert target_rows is not None
+        engine.sequence.context.decode(ids)
+        whole = target_rows.last(6).copy()
+        engine.sequence.context.truncate(5)
+        engine.sequence.context.decode(ids[5:])
+        last = target_rows.last(1).copy()
     expect("rows of nothing", int((np.abs(whole).max(1) == 0).sum()), 0)
     # Another width of batch rounds otherwise; another token is far away.
     expect("the last row by itself is the same", bool(np.allclose(whole[5], last[0], atol=0.05, rtol=0.05)), True)
@@ -90,8 +92,8 @@ def rows(files: Files) -> str:
 def fed(files: Files) -> str:
     batches: list[Batch] = []
     with _open(files.demo, cache_mb="auto", draft=DraftSpec(types=("mtp",), policy="always"), ubatch=64) as engine:
-        assert engine.head is not None
-        head: Any = engine.head.head
+        assert engine.sequence.head is not None
+        head: Any = engine.sequence.head.head
         run = head.run
 
         def recorded(n: int, tokens: Sequence[int], given: Any, position: int, outputs: bool) -> int:

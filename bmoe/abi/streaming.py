@@ -144,7 +144,7 @@ def _same(engine: Engine, path: Path, prompt: int, ubatch: int) -> None:
     tokens, logits = Stock(path, ubatch=ubatch).generate(ids, STEPS, ubatch)
     at = 0
     for token in engine.generate(ids, max_tokens=STEPS, stop_at_end=False):
-        got = engine.context.logits()
+        got = engine.sequence.context.logits()
         if token.id != tokens[at] or not np.array_equal(got, logits[at]):
             n, most = int((got != logits[at]).sum()), float(np.abs(got - logits[at]).max())
             raise BrokenError(
@@ -200,13 +200,15 @@ def verify(files: Files) -> str:
         stock.decode(ids[:4])
         expected = stock.decode_each(ids[4:], 4)
         with _open(path, ubatch=64, score_rows=16) as engine:
-            engine.context.decode(np.array(ids[:4], np.int32))
-            expect("llama_decode", engine.context.decode_each(np.array(ids[4:], np.int32), 4), 0)
+            engine.sequence.context.decode(np.array(ids[:4], np.int32))
+            expect("llama_decode", engine.sequence.context.decode_each(np.array(ids[4:], np.int32), 4), 0)
             for i, logits in enumerate(expected):
                 expect(
-                    f"{path.name}: row {i} is the same", bool(np.array_equal(engine.context.logits_of(i), logits)), True
+                    f"{path.name}: row {i} is the same",
+                    bool(np.array_equal(engine.sequence.context.logits_of(i), logits)),
+                    True,
                 )
-                expect(f"{path.name}: greedy choice {i}", engine.context.greedy(i)[0], int(np.argmax(logits)))
+                expect(f"{path.name}: greedy choice {i}", engine.sequence.context.greedy(i)[0], int(np.argmax(logits)))
     return "8 rows"
 
 
@@ -275,20 +277,20 @@ def snapshots(files: Files) -> str:
     done = []
     for path in files.models:
         with _open(path, draft=_drafts(4), ubatch=64) as engine:
-            if not engine.context.recurrent:
+            if not engine.sequence.context.recurrent:
                 continue
-            expect(f"{path.name}: snapshots", engine.context.n_snapshots > 0, True)
+            expect(f"{path.name}: snapshots", engine.sequence.context.n_snapshots > 0, True)
             ids = np.array(some_tokens(12), np.int32)
-            engine.context.decode(ids[:8])
-            engine.context.decode_each(ids[8:11], 8)
-            expect(f"{path.name}: taken back", engine.context.truncate(9), True)
-            engine.context.decode(ids[9:10])
-            got = engine.context.logits().copy()
-            engine.context.clear()
-            engine.context.decode(ids[:8])
-            engine.context.decode_each(ids[8:9], 8)
-            engine.context.decode(ids[9:10])
-            close = np.allclose(got, engine.context.logits(), atol=0.05)
+            engine.sequence.context.decode(ids[:8])
+            engine.sequence.context.decode_each(ids[8:11], 8)
+            expect(f"{path.name}: taken back", engine.sequence.context.truncate(9), True)
+            engine.sequence.context.decode(ids[9:10])
+            got = engine.sequence.context.logits().copy()
+            engine.sequence.context.clear()
+            engine.sequence.context.decode(ids[:8])
+            engine.sequence.context.decode_each(ids[8:9], 8)
+            engine.sequence.context.decode(ids[9:10])
+            close = np.allclose(got, engine.sequence.context.logits(), atol=0.05)
             expect(f"{path.name}: logits after it are those without the tail", bool(close), True)
             done.append(engine.arch)
     if not done:

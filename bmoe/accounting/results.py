@@ -57,11 +57,12 @@ class SpecResult:
 class Token:
     """One generated token and what it cost.
 
-    `text` is what can be printed now: "" while a character is incomplete, or a stop string may have begun. `wall_s`
-    is the time from asking for the token to having it; `decode_s` of that the model's graph (0.0 for the first,
-    which prefill has paid for). `flash`: bytes read by cause, and the re-reads among them, of what was charged since
-    the token before. `cost`: the same and more as it was counted. Of the tokens that one verify batch confirms, the
-    first has the whole batch's cost. `record`: all of it in one row, where the generation was asked for it.
+    `text` is what can be printed now: "" while a character is incomplete, or a stop string may have begun; the last
+    token has what was held back. Where a generation is cancelled, that comes without a token, as one of `id` -1.
+    `wall_s` is the time from asking for the token to having it; `decode_s` of that the model's graph (0.0 for the
+    first, which prefill has paid for). `flash`: bytes read by cause, and the re-reads among them, of what was charged
+    since the token before. `cost`: the same and more as it was counted. Of the tokens that one verify batch confirms,
+    the first has the whole batch's cost. `record`: all of it in one row, where the generation was asked for it.
     """
 
     index: int
@@ -85,7 +86,7 @@ class GenerationResult:
     """What a generation did. Seconds, bytes.
 
     `stop` is one of "length", "end" (an end-of-generation token), "stop" (`stop_string` came, which `text` does not
-    have), "cancelled", "interrupted", "error".
+    have), "cancelled", "interrupted", "error". `seed`: of the draws, None where nothing was drawn.
 
     `prefill_tokens`: prompt tokens that were computed, without the `reused_tokens` kept from the generation before;
     fewer than the rest of the prompt where prefill was stopped. `first_time`: where the time up to the first token
@@ -97,6 +98,7 @@ class GenerationResult:
     text: str = ""
     stop: str = ""
     stop_string: str = ""
+    seed: int | None = None
     prompt_tokens: int = 0
     reused_tokens: int = 0
     prefill_tokens: int = 0

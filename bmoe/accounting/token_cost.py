@@ -25,7 +25,7 @@ class Cost(NamedTuple):
         return TimeSplit.of(self.clock, self.stream.spent)
 
 
-class Meter:
+class TokenCosts:
     """Takes differences of one generation's counters; `start` is what they were when it was made."""
 
     def __init__(self, counters: Callable[[], StreamCounters], clock: Clock, flash: FlashSplit) -> None:

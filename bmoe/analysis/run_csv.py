@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..accounting.bytes_by_cause import CAUSES
 from ..accounting.token_record import TIME_COLUMNS
 from ..errors import BmoeError
-from ..observe.telemetry import MAGIC
+from ..observe.record_format import MAGIC
 
 Floats = npt.NDArray[np.float64]
 

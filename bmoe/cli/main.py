@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     g.add_argument("--temp", type=float, metavar="F", help="temperature; 0 is greedy (0)")
     g.add_argument("--top-k", type=int, metavar="N", help="keep the N likeliest tokens; 0 keeps all (40)")
     g.add_argument("--top-p", type=float, metavar="F", help="keep the likeliest tokens up to this mass (0.95)")
-    g.add_argument("--seed", type=int, metavar="N", help="seed of the draw (0)")
+    g.add_argument("--seed", type=int, metavar="N", help="seed of the draw (one is drawn, and said at the end)")
 
     add_compute_flags(p)
     add_streaming_flags(p)
@@ -211,15 +211,11 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
         with ProgressView(enabled=not args.quiet) as view:
             engine.set_progress(view.update)
             first = next(generation, None)
-        shown = 0
         for token in chain([first] if first is not None else [], generation):
-            shown += len(token.text)
             text.write(token.text)
             text.token(token)
             for output in outputs:
                 output.token(token)
-        # What was held back: the beginning of a stop string that did not come, or of a character.
-        text.write(result.text[shown:])
     except KeyboardInterrupt:
         code, stop = INTERRUPTED, "interrupted"
     except OutputError as e:
@@ -296,10 +292,12 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def choose_sampling(args: argparse.Namespace, demo_run: bool) -> Sampling:
-    """Greedy, unless a flag asks for sampling; the demo without a prompt samples with a fixed seed."""
+    """Greedy, unless a flag asks for sampling, with a seed that is drawn; the demo without a prompt has a fixed one."""
     base = demo.SAMPLING if demo_run else Sampling()
     given = {k: getattr(args, k) for k in ("temp", "top_k", "top_p", "seed") if getattr(args, k) is not None}
+    if given.get("seed") == -1:  # as llama.cpp has it
+        given["seed"] = None
     chosen = Sampling(**{**{k: getattr(base, k) for k in ("temp", "top_k", "top_p", "seed")}, **given})
     if chosen.greedy and any(k in given for k in ("top_k", "top_p", "seed")):
         raise UsageError("--top-k, --top-p and --seed need --temp above 0")
-    return chosen
+    return chosen.with_seed()

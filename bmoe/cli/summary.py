@@ -40,13 +40,19 @@ def opening_lines(engine: Engine) -> list[str]:
     return lines
 
 
+def sampling_lines(result: GenerationResult) -> list[str]:
+    """How to have the same text again, where it was drawn."""
+    return [] if result.seed is None else [f"sampling: --seed {result.seed} draws the same again"]
+
+
 def closing_lines(engine: Engine, result: GenerationResult, found: Diagnosis, table: bool) -> list[str]:
     """The end of a run: what it did, as lines or as a `table` for a person, and what bounds it."""
     if not table:
         return [*summary_lines(engine, result), found.sentence]
     rows = summary_table.facts_table(engine, result)
     times = summary_table.time_table(result.decode_time, result.decoded)
-    lines = [*summary_table.lay_out(rows), *summary_table.lay_out(times), *spec_lines(result)]
+    lines = [*summary_table.lay_out(rows), *summary_table.lay_out(times), *sampling_lines(result)]
+    lines += spec_lines(result)
     if engine.cache is not None:
         lines += prefetch_lines(engine, result)
         lines += drop_lines(engine.config.drop_cold_experts, result.prefill, result.decode)
@@ -62,6 +68,7 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
         f"prefill: {result.prefill_tokens} tokens in {result.prefill_s:.2f} s ({_rate(result.prefill_tok_s)})"
         + (f", {result.reused_tokens} kept from before" if result.reused_tokens else "")
         + f", first token after {result.ttft_s:.2f} s, {result.prefill.bytes / MiB:.0f} MiB read",
+        *sampling_lines(result),
         compute_line(engine, result),
         f"memory: {result.major_faults} major faults, "
         f"{memory.read_process_memory().peak_rss / MiB:.0f} MiB resident at most",
@@ -267,7 +274,7 @@ def metrics(engine: Engine, result: GenerationResult, sampling: Sampling, found:
         "spec": {
             **result.spec.as_dict(),
             "effective_tok_s": result.effective_tok_s,
-            "sources": engine.drafter.stats,
+            "sources": engine.drafting.drafter.stats,
         },
         "flash_split": result.flash_split.as_dict(),
         "flash_split_rereads": dict(result.flash_split.rereads),

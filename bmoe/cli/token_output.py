@@ -9,7 +9,7 @@ from typing import Any
 
 from ..accounting.results import GenerationResult, Token
 from ..host.files import LineFile
-from ..observe.telemetry import csv_head, csv_row, csv_summary, json_line
+from ..observe.record_format import csv_head, csv_row, csv_summary, json_line
 
 
 class CsvFile:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import secrets
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ PREFETCHES: tuple[Prefetch, ...] = ("off", "next-layer", "previous-token")
 MAX_LANES = 16
 MAX_THREADS = 512  # ggml's own limit
 MAX_CONTEXT = 1 << 24
+MAX_SEED = (1 << 32) - 2  # the next one, LLAMA_DEFAULT_SEED, is llama.cpp's word for any
 CachePolicy = Literal["default", "votes", "lru"]
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("default", "votes", "lru")
 DEFAULT_POLICY: CachePolicy = "votes"
@@ -137,12 +139,15 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedy at `temp` 0, else top-k, top-p, temperature and a draw with `seed`."""
+    """How the next token is chosen: greedy at `temp` 0, else top-k, top-p, temperature and a draw with `seed`.
+
+    `seed`: None has one drawn for each generation (`with_seed`). Raises UsageError, naming the flag.
+    """
 
     temp: float = 0.0
     top_k: int = 40
     top_p: float = 0.95
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temp <= 100.0:
@@ -151,9 +156,15 @@ class Sampling:
             raise UsageError(f"--top-k: {self.top_k} is out of range, give 1 or more (0 keeps every token)")
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"--top-p: {self.top_p} is out of range, give above 0 up to 1")
-        if not 0 <= self.seed < 1 << 32:
-            raise UsageError(f"--seed: {self.seed} is out of range, give 0 to {(1 << 32) - 1}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise UsageError(f"--seed: {self.seed} is out of range, give 0 to {MAX_SEED}, or -1 to have one drawn")
 
     @property
     def greedy(self) -> bool:
         return self.temp == 0.0
+
+    def with_seed(self) -> Sampling:
+        """The same, with a seed that is drawn where one is needed and none was given."""
+        if self.greedy or self.seed is not None:
+            return self
+        return replace(self, seed=secrets.randbelow(MAX_SEED + 1))

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..accounting.counters import StreamCounters
-from ..errors import BmoeError, ModelError, UsageError
-from ..experts import slots, warm_start
-from ..experts.budget import CacheDecision, advice, decide
+from ..errors import BmoeError
+from ..experts import warm_start
+from ..experts.budget import CacheDecision, decide
+from ..experts.slots import SlotPlan
 from ..experts.weights import Weights
-from ..gguf.file import ExpertLayer, expert_layers, open_model_file
-from ..host import _memory, memory
+from ..gguf.file import ExpertLayer
+from ..host import memory
 from ..llama import llama
-from ..llama.head import HeadContext, TargetRows
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from ..speculation import mtp
 from ..speculation.draft_width import make_pace
 from ..speculation.drafting import make_drafter
-from ..streamer import _cache, _reads, _streamer
+from ..streamer._cache import ExpertCache
+from ..streamer._reads import Lanes
+from ..streamer._streamer import Streamer
 from . import demo
+from .cache_opening import CacheState, Grant, OpenCache, open_cache, start_dropping
 from .config import EngineConfig, Sampling
-from .generation import Generation
-from .planning import (
-    ALLOWANCE,
-    ContextPlan,
-    base_rss,
-    cache_sizes,
-    context_plan,
-    expert_override,
-    experts_used,
-    spare_bytes,
+from .generation import Drafting, Generation, Hooks
+from .graphs import GraphRunner
+from .opening import (
+    Contexts,
+    Overhead,
+    Parts,
+    Source,
+    open_contexts,
+    part_tensors,
+    read_source,
+    refused_direct,
+    stream_layout,
 )
+from .planning import ContextPlan, base_rss, cache_sizes, context_plan
+from .request import Request
 from .scoring import Scoring
+from .sequence import TokenSequence
+from .turn import Turn, check_process
 
-FEW_EXPERTS = 4
-"""Experts per token up to which dropping one is warned about: each carries a quarter of the weight or more."""
-MAX_READ_AHEAD = 32
-"""Spare slots of each size class for what is read ahead, at most: twice what a token routes in a layer."""
-_POPULATE_STEP = 32 << 20
+if TYPE_CHECKING:
+    from ..observe.telemetry import Telemetry
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage ("dense", "prefill"), what is done and the whole; bytes, or tokens for prefill."""
@@ -57,296 +62,178 @@ class Engine:
     independent of each other. Attributes: `config` (resolved), `arch`, `decision` (the cache and why),
     `layers` (routed experts; empty for a dense model), `load_s`, `notes` (lines worth telling the user), `traces`,
     `preload` (reads ahead after a warm start), `failures` (after `close()`: what could not be written, one line each).
+    `sequence` has the tokens that the context holds, `drafting` what drafts and how much of it is verified.
     """
 
-    def __init__(self, path: Path, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(
+        self, path: Path, config: EngineConfig, progress: Progress | None = None, grant: Grant = decide
+    ) -> None:
         started = time.perf_counter()
+        self._process = os.getpid()
         llama.check()
         base_rss()
         self.path = path
         self.notes: list[str] = []
-        # The tokens that the context holds; `in_step` is False while a change of it is under way.
-        self.cached_ids: list[int] = []
-        self.in_step = True
-        self.traces = Traces()
-        self.preload: warm_start.Preloader | None = None
-        self._cancelled = threading.Event()
-        self._progress = progress or (lambda stage, done, whole: None)
-        self._busy: Generation | None = None
         self.failures: list[str] = []
-        self._state: tuple[Path, dict[str, Any], warm_start.Counts | None] | None = None
+        self.traces = Traces()
         self.closed = False
+        self._progress = progress or (lambda stage, done, whole: None)
+        self._turn: Turn | None = None
         with ExitStack() as stack:
-            self._open(stack, path, config)
+            self._open(stack, config, grant)
             self._stack = stack.pop_all()
         self.load_s = time.perf_counter() - started
 
     @classmethod
     def open(
-        cls, model: str | os.PathLike[str] | None = None, *, progress: Progress | None = None, **settings: Any
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: Progress | None = None,
+        grant: Grant = decide,
+        **settings: Any,
     ) -> Engine:
         """Opens the GGUF at `model` (None: the bundled demo model) with the settings of `EngineConfig`.
 
+        `progress` is told how far opening and prefill are; `grant` decides the cache's memory (`budget.decide`).
         Raises UsageError, ModelError, MemoryBudgetError or AbiError, each with one line that says what to do.
         """
-        return cls(Path(model) if model is not None else demo.model_path(), EngineConfig(**settings), progress)
+        return cls(Path(model) if model is not None else demo.model_path(), EngineConfig(**settings), progress, grant)
 
     # ---- opening --------------------------------------------------------------------------------
 
-    def _open(self, stack: ExitStack, path: Path, config: EngineConfig) -> None:
-        file = open_model_file(path)
-        self.file = file
-        self.arch = file.arch
-        overrides = expert_override(config, file)
-        n_heads = mtp.count_heads(file) if "mtp" in config.draft.types else 0
-        lanes = _reads.Lanes([os.fspath(p) for p in file.paths], config.io_threads, config.odirect)
+    def _open(self, stack: ExitStack, config: EngineConfig, grant: Grant) -> None:
+        """Opens part after part; `stack` undoes them in the reverse order, also where one fails."""
+        source = read_source(self.path, config)
+        self.arch, self.n_used = source.file.arch, source.n_used
+        self.lanes = lanes = Lanes([os.fspath(p) for p in source.file.paths], config.io_threads, config.odirect)
         stack.callback(lanes.close)
         stack.callback(self.traces.close)
-        if config.io_trace is not None:
-            self.traces.io = IoTracer(
-                Path(config.io_trace), lanes, io_preamble(file, path.name, self._run_facts(config))
-            )
-        weights = Weights(file.paths)
+        self._trace_reads(source, config)
+        self.weights = weights = Weights(source.file.paths)
         stack.callback(weights.close)
-        before = memory.read_process_memory().rss
-        model = llama.load_model(file.header, file.virtual_size, str(path), overrides, load_mtp=n_heads > 0)
+        overhead = Overhead()
+        self.model = model = source.load()
         stack.callback(model.close)
-        _memory.trim_heap()
-        # The interpreter, its libraries and the vocabulary: what else this process holds for this model.
-        self.overhead = base_rss() + max(0, memory.read_process_memory().rss - before)
-        self.lanes, self.weights, self.model = lanes, weights, model
-
-        layers = expert_layers(file.tensors, model.tensors)
-        self.layers: tuple[ExpertLayer, ...] = layers
-        identity = warm_start.identity(file, layers) if config.cache_state is not None else {}
-        self.file = file = replace(file, header=b"")
-        self._verify_direct(config)
-        expert_names = {t.name for layer in layers for t in layer.tensors}
-        loaded = [t for t in file.tensors if t.name in model.tensors]
-        if len(loaded) != len(model.tensors):
-            odd = next(iter(model.tensors.keys() - {t.name for t in loaded}), "none")
-            raise ModelError(
-                f"{path}: llama.cpp made {len(model.tensors)} tensors, {len(loaded)} are in the file ({odd})"
+        self.overhead = overhead.measure()
+        parts = part_tensors(source, model.tensors)
+        self.layers: tuple[ExpertLayer, ...] = parts.layers
+        identity = warm_start.identity(source.file, parts.layers) if config.cache_state is not None else {}
+        self.file = replace(source.file, header=b"")
+        self._place_weights(source, parts, config)
+        threads = config.n_threads()
+        # A dense model has one too, without layers: its abort callback is how Ctrl-C and cancel() stop a graph.
+        self.streamer = Streamer(lanes, stream_layout(parts.layers, model), threads, config.overlap)
+        stack.callback(self.streamer.close)
+        shape = context_plan(config, self.file, model.n_vocab)
+        contexts = self._open_contexts(stack, source, shape, threads)
+        self.config = replace(config, threads=threads, ctx=contexts.target.n_ctx, cache_policy=config.policy)
+        head = self._open_head(config, contexts)
+        self.drafting = Drafting(make_drafter(config.draft, head), make_pace(config.draft.policy), contexts.longest)
+        self._cache = self._open_cache(stack, config, grant) if parts.layers else None
+        if config.drop_cold_experts is not None:
+            start_dropping(
+                config.drop_cold_experts, self._cache, self.n_used, self.streamer, self.path, self.notes.append
             )
-        weights.place(
-            model,
-            [t for t in loaded if t.name not in expert_names],
-            [t for t in loaded if t.name in expert_names],
+        self._trace_routes(config)
+        graphs = GraphRunner(
+            self.streamer, lanes, weights, self.cache, self.traces, self.arch, self.layers, contexts.target.n_ctx
+        )
+        self.sequence = TokenSequence(contexts.target, graphs, head, contexts.rows, config.drop_in_prefill)
+        self.score_rows = shape.score_rows
+        self._state = self._warm_start(stack, config, identity)
+
+    def _place_weights(self, source: Source, parts: Parts, config: EngineConfig) -> None:
+        """Dense weights in memory, experts where the streamer finds them."""
+        if config.odirect and (refused := refused_direct(source, parts.layers, self.lanes)):
+            self.notes.append(f"{refused[0]}: the file system has no working direct I/O, reads are buffered")
+        self.weights.place(
+            self.model,
+            parts.dense,
+            parts.experts,
             config.dense_weights,
-            lanes,
+            self.lanes,
             lambda done, whole: self._progress("dense", done, whole),
         )
-        if weights.note:
-            self.notes.append(weights.note)
+        if self.weights.note:
+            self.notes.append(self.weights.note)
+        if not parts.layers:
+            none = "no routed experts (*_exps.weight): a dense model, nothing is streamed"
+            self.notes.append(f"{self.path.name}: {none}")
         self.traces.batch("dense", 0, 0)
         if self.traces.io is not None:
-            self.traces.io.know(layers)
+            self.traces.io.know(parts.layers)
 
-        n_threads = config.n_threads()
-        # A dense model has one too, without layers: its abort callback is how Ctrl-C and cancel() stop a graph.
-        self.streamer = hook = _streamer.Streamer(lanes, self._layer_specs(), n_threads, config.overlap)
-        stack.callback(hook.close)
-        if not layers:
-            self.notes.append(f"{path.name}: no routed experts (*_exps.weight): a dense model, nothing is streamed")
-        shape = context_plan(config, file, model.n_vocab)
-        self.score_rows = shape.score_rows
-        hooks: dict[str, Any] = {
-            "n_threads": n_threads,
-            "eval_callback": hook.callback if layers else 0,
-            "abort_callback": hook.abort_callback,
-            "userdata": hook.userdata,
+    def _open_contexts(self, stack: ExitStack, source: Source, shape: ContextPlan, threads: int) -> Contexts:
+        """The contexts, with the streamer's hook in their graphs."""
+        settings = {
+            "n_threads": threads,
+            "eval_callback": self.streamer.callback if self.layers else 0,
+            "abort_callback": self.streamer.abort_callback,
+            "userdata": self.streamer.userdata,
         }
         before = memory.read_process_memory().rss
-        room = memory.read_memory_facts().available()
-        with memory.allocations_within(room):
-            self.context = llama.Context(
-                model,
-                n_ctx=shape.n_ctx,
-                n_ubatch=shape.n_ubatch,
-                n_outputs=shape.n_outputs,
-                n_each=shape.n_each,
-                n_snapshots=shape.n_snapshots,
-                **hooks,
-            )
-        stack.callback(self.context.close)
-        # A recurrent state goes back only as far as its snapshots.
-        self.widest_draft = min(shape.longest, self.context.n_snapshots) if self.context.recurrent else shape.longest
-        if config.draft.types and not self.widest_draft:
-            none = "--rs-snapshots 0" if not config.rs_snapshots else f"llama.cpp keeps none of {file.arch}"
-            self.notes.append(f"nothing is drafted: there are no recurrent states to go back to ({none})")
-        self.pace = make_pace(config.draft.policy)
-        self.buffers = self.context.buffers
-        self.head: mtp.MtpSource | None = None
-        if n_heads and self.widest_draft:
-            self._open_head(stack, n_heads, config, shape, hooks)
+        contexts = open_contexts(stack, self.model, shape, source.n_heads, settings)
         # llama.cpp zeroes keys, values and states at once; its compute buffers come as they are used.
         grown = memory.read_process_memory().rss - before
+        self.buffers = contexts.buffers
         self.zeroed = max(0, min(grown, self.buffers.kv + self.buffers.recurrent))
-        self.drafter = make_drafter(config.draft, self.head)
-        self.n_used = experts_used(file, overrides)
-        self.config = replace(config, threads=n_threads, ctx=self.context.n_ctx, cache_policy=config.policy)
-        self.cache: _cache.ExpertCache | None = None
-        self.decision: CacheDecision | None = None
-        if layers:
-            self._start_cache(stack, config)
-        if config.drop_cold_experts is not None:
-            self._start_dropping(config.drop_cold_experts)
-        if config.route_trace is not None:
-            facts = {**self._run_facts(config), "policy": config.policy, "budget_bytes": self.budget_bytes}
-            preamble = route_preamble(file, path.name, layers, self.n_used, self.plan if layers else None, facts)
-            self.traces.route = RouteTracer(Path(config.route_trace), hook, file, layers, preamble)
-        if config.cache_state is not None:
-            self._warm_start(stack, config, Path(config.cache_state), identity)
+        return contexts
 
-    def _open_head(
-        self, stack: ExitStack, n_heads: int, config: EngineConfig, shape: ContextPlan, hooks: dict[str, Any]
-    ) -> None:
-        """The head's context beside the target's: the same hook, so that its experts are streamed like all others."""
-        with memory.allocations_within(memory.read_memory_facts().available()):
-            context = HeadContext(self.model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, **hooks)
-        stack.callback(context.close)
-        self.target_rows = TargetRows(self.context)
-        draft, width = config.draft, min(config.draft.draft, self.widest_draft)
-        self.head = mtp.MtpSource(context, width, draft.mtp_p_min, self.context.n_batch)
-        rows = llama.BufferSizes(kv=0, recurrent=0, compute=self.target_rows.nbytes)
-        self.buffers = self.buffers + context.buffers + rows
+    def _open_head(self, config: EngineConfig, contexts: Contexts) -> mtp.MtpSource | None:
+        """The model's own head as a source of drafts, where it drafts; says where nothing can."""
+        if config.draft.types and not contexts.longest:
+            none = "--rs-snapshots 0" if not config.rs_snapshots else f"llama.cpp keeps none of {self.arch}"
+            self.notes.append(f"nothing is drafted: there are no recurrent states to go back to ({none})")
+        if contexts.head is None:
+            return None
+        width = min(config.draft.draft, contexts.longest)
+        return mtp.MtpSource(contexts.head, width, config.draft.mtp_p_min, contexts.target.n_batch)
 
-    def _verify_direct(self, config: EngineConfig) -> None:
-        if not config.odirect or not self.layers:
-            return
-        tensors = [t for layer in self.layers for t in layer.tensors]
-        refused = [
-            self.file.paths[i]
-            for i in range(len(self.file.paths))
-            if (t := next((t for t in tensors if t.file == i), None))
-            and not self.lanes.verify_direct(i, t.offset, min(t.nbytes, 1 << 16))
-        ]
-        if refused:
-            self.notes.append(f"{refused[0]}: the file system has no working direct I/O, reads are buffered")
-
-    def _layer_specs(self) -> list[tuple[list[tuple[int, int, int, int, int]], int]]:
-        specs = []
-        for layer in self.layers:
-            area, parts = 0, []
-            for t in layer.tensors:
-                parts.append((self.model.tensors[t.name][0], t.file, t.offset, t.nbytes, area))
-                area += t.area
-            specs.append((parts, layer.n_expert))
-        return specs
-
-    def _start_cache(self, stack: ExitStack, config: EngineConfig) -> None:
-        layers, buffers = self.layers, self.buffers
-        sizes = cache_sizes(layers, self.n_used, self.weights.dense_bytes, buffers, self.overhead)
-        spare = spare_bytes(self.overhead)
-        excess = max(0, -spare)
+    def _open_cache(self, stack: ExitStack, config: EngineConfig, grant: Grant) -> OpenCache:
+        """The expert cache, of the memory that is left."""
+        sizes = cache_sizes(self.layers, self.n_used, self.weights.dense_bytes, self.buffers, self.overhead)
         resident = self.weights.dense_bytes if config.dense_weights in ("anon", "lock") else 0
-        self.decision = decide(config.cache_request(), sizes, memory.read_memory_facts(), resident + self.zeroed)
-        if note := advice(self.decision, config.policy):
-            self.notes.append(note)
-        ahead = min(2 * self.n_used, MAX_READ_AHEAD) if config.prefetch != "off" else 0
-        plan = slots.plan_slots(layers, max(0, self.decision.budget - excess), max(0, spare), ahead)
-        if excess and self.decision.budget:
-            self.notes.append(
-                f"{excess >> 20} MiB of the cache budget are for what the process itself holds "
-                f"(libraries and vocabulary, beyond {ALLOWANCE >> 20} MiB)"
-            )
-        self.plan = plan
-        pool = _memory.Region(max(plan.total_bytes, 1))
-        stack.callback(pool.close)
-        stack.callback(_Populate(pool).stop)
-        # No read may be under way when the pool goes: the lanes are joined before it.
-        stack.callback(self.lanes.close)
-        cache = _cache.ExpertCache(
-            [la.n_expert for la in layers],
-            list(plan.layer_class),
-            list(plan.class_slots),
-            config.policy,
-            max(1, min(self.n_used, 255)),
+        return open_cache(
+            stack,
+            config,
+            self.layers,
+            self.n_used,
+            sizes,
+            resident=resident + self.zeroed,
+            overhead=self.overhead,
+            streamer=self.streamer,
+            lanes=self.lanes,
+            grant=grant,
+            note=self.notes.append,
         )
-        classes, address = [], pool.address
-        for n, spares, stride in zip(plan.class_slots, plan.class_spares, plan.class_stride, strict=True):
-            classes.append((address, n, spares, stride))
-            address += (n + spares) * stride
-        self.streamer.start(
-            cache, classes, list(plan.layer_class), list(plan.quotas), plan.n_ring, address, plan.ring_stride
-        )
-        self.streamer.read_ahead(config.prefetch if any(plan.class_spares) else "off", config.predict_log)
-        self.cache = cache
-        if config.prefetch != "off":
-            self._check_prefetch(config)
 
-    def _check_prefetch(self, config: EngineConfig) -> None:
-        assert self.cache is not None
-        if not self.cache.n_slots:
-            raise UsageError(
-                f"--prefetch needs a cache, and {self.budget_bytes >> 20} MiB hold no expert: give a larger --cache-mb"
-            )
-        if not any(self.plan.class_spares):
-            everything = all(
-                n >= self.plan.layer_class.count(k) * self.layers[self.plan.layer_class.index(k)].n_expert
-                for k, n in enumerate(self.plan.class_slots)
-            )
-            why = "every expert has a slot" if everything else "the cache is too small to spare room for it"
-            self.notes.append(f"--prefetch {config.prefetch}: nothing is read ahead, {why}")
-
-    def _start_dropping(self, threshold: float) -> None:
-        if self.cache is None:
-            raise UsageError(f"--drop-cold-experts: {self.path} has no routed experts")
-        if not self.cache.n_slots:
-            raise UsageError(
-                f"--drop-cold-experts needs a cache, and {self.budget_bytes >> 20} MiB hold no expert: "
-                "give a larger --cache-mb"
-            )
-        if self.n_used <= FEW_EXPERTS:
-            self.notes.append(
-                f"--drop-cold-experts: the model routes {self.n_used} experts per token only, each carries much of "
-                "the output: measure the loss (python -m bmoe perplexity)"
-            )
-        self.streamer.drop_cold(threshold)
-
-    def _run_facts(self, config: EngineConfig) -> dict[str, object]:
-        """What a trace's preamble says of the run."""
-        return {
-            "overlap": int(config.overlap),
-            "io_threads": config.io_threads,
-            "ubatch": config.ubatch,
-            "draft": ",".join(config.draft.types) or "none",
-            "drop_cold_experts": config.drop_cold_experts or 0,
-        }
-
-    def _warm_start(self, stack: ExitStack, config: EngineConfig, path: Path, identity: dict[str, Any]) -> None:
-        if self.cache is None or not self.cache.n_slots:
+    def _warm_start(self, stack: ExitStack, config: EngineConfig, identity: dict[str, Any]) -> CacheState | None:
+        """Reads ahead what earlier runs have used most, in the background."""
+        if config.cache_state is None:
+            return None
+        if self._cache is None or not self._cache.index.n_slots:
             self.notes.append("--cache-state does nothing: there is no cache of experts")
-            return
-        self.streamer.count_uses()
-        old = None
-        try:
-            old = warm_start.read_state(path, identity)
-        except warm_start.StateError as e:
-            self.notes.append(f"--cache-state: {e}: ignored, and replaced at exit")
-        self._state = (path, identity, old)
-        if old is None:
-            return
-        lanes = _reads.Lanes(self.lanes.paths, warm_start.LANES, config.odirect and self.lanes.direct)
-        stack.callback(lanes.close)
-        if self.traces.io is not None:
-            self.traces.io.add(lanes, "preload")
-        self.preload = warm_start.Preloader(self.streamer, lanes, warm_start.by_frequency(old), self.plan.layer_class)
-        stack.callback(self.preload.stop)
-        self.preload.start()
+            return None
+        state = CacheState(Path(config.cache_state), identity, self.streamer, self.notes.append)
+        if state.known:
+            lanes = Lanes(self.lanes.paths, warm_start.LANES, config.odirect and self.lanes.direct)
+            stack.callback(lanes.close)
+            if self.traces.io is not None:
+                self.traces.io.add(lanes, "preload")
+            state.preload(stack, lanes, self._cache.plan)
+        return state
 
-    def _save_state(self) -> None:
-        if self._state is None:
-            return
-        path, identity, old = self._state
-        counts = self.streamer.uses()
-        self._state = None
-        if not any(map(any, counts)):
-            return  # nothing was learned
-        try:
-            warm_start.write_state(path, identity, warm_start.merge(old, counts))
-        except OSError as e:
-            self.failures.append(f"--cache-state: cannot write {path}: {e.strerror}")
+    def _trace_reads(self, source: Source, config: EngineConfig) -> None:
+        if config.io_trace is not None:
+            preamble = io_preamble(source.file, self.path.name, _run_facts(config))
+            self.traces.io = IoTracer(Path(config.io_trace), self.lanes, preamble)
+
+    def _trace_routes(self, config: EngineConfig) -> None:
+        if config.route_trace is not None:
+            facts = {**_run_facts(config), "policy": config.policy, "budget_bytes": self.budget_bytes}
+            preamble = route_preamble(self.file, self.path.name, self.layers, self.n_used, self.plan, facts)
+            self.traces.route = RouteTracer(Path(config.route_trace), self.streamer, self.file, self.layers, preamble)
 
     # ---- use ------------------------------------------------------------------------------------
 
@@ -363,9 +250,10 @@ class Engine:
     ) -> Generation:
         """Starts a generation: iterate over it for tokens, then read `.result`.
 
-        `prompt`: text, or token ids. `stop_at_end`: stop at an end-of-generation token, else go on to
-        `max_tokens`. `stop`: strings that end the text where they begin. Tokens shared with the sequence of the
-        generation before are not computed again.
+        `prompt`: text, or token ids. `sampling`: greedy without; without a seed one is drawn (`result.seed`).
+        `stop_at_end`: stop at an end-of-generation token, else go on to `max_tokens`. `stop`: strings that end the text
+        where they begin, or the names of special tokens, which end it where they come. Tokens shared with the sequence
+        of the generation before are not computed again.
         `script`: token ids that the model is made to choose, one after the other, while every batch is decoded,
         streamed and rolled back for real: for measurements on a given text; at least `max_tokens` of them.
         `records`: each token has its `TokenRecord`.
@@ -373,9 +261,20 @@ class Engine:
         """
         self._take_turn()
         ids = self.tokenize(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._busy = generation = Generation(
-            self, ids, max_tokens, sampling or Sampling(), stop_at_end, script, stop, records
+        special = {s: llama.special_token(self.model, s) for s in stop}
+        request = Request(
+            ids,
+            max_tokens,
+            (sampling or Sampling()).with_seed(),
+            stop_at_end,
+            script,
+            stop,
+            {token: s for s, token in special.items() if token is not None},
+            records,
         )
+        hooks = Hooks(self.cancel, lambda done, whole: self._progress("prefill", done, whole), self.notes.append,
+                      self._telemetry)  # fmt: skip
+        self._turn = generation = Generation(request, self.sequence, self.drafting, hooks)
         return generation
 
     def score(self, ids: Sequence[int], first: int = 1, *, one_by_one: bool = False) -> Scoring:
@@ -387,28 +286,37 @@ class Engine:
         the context or there is nothing to score.
         """
         self._take_turn()
-        self._busy = scoring = Scoring(self, [int(t) for t in ids], first, one_by_one)
+        self._turn = scoring = Scoring(
+            [int(t) for t in ids],
+            first,
+            one_by_one,
+            self.sequence,
+            self.score_rows,
+            self.config.drop_in_prefill,
+            self.cancel,
+        )
         return scoring
 
     def _take_turn(self) -> None:
         self._check_open()
-        if self._busy is not None and self._busy.running:
-            if self._busy.stepping:
+        turn = self._turn
+        if turn is not None and turn.running:
+            if turn.stepping:
                 raise BmoeError("a generation is running on this engine in another thread: cancel it first")
-            self._busy.close()  # left in the middle: its consumer has gone
-        self._cancelled.clear()
+            turn.close()  # left in the middle: its consumer has gone
         self.traces.begin_turn()
-        self.streamer.take_interrupt()  # of a cancel() that came after the last graph
+        self.sequence.graphs.begin_turn()
+
+    def _telemetry(self, steps: int) -> Telemetry:
+        # Loaded where it is asked for: other runs keep the memory.
+        from ..observe.telemetry import Telemetry
+
+        return Telemetry(self.traces.turn, steps, self.cache, self.budget_bytes, self.weights.visible_dense())
 
     def cancel(self) -> None:
         """Ends the running generation at the next graph node; callable from any thread."""
-        self._cancelled.set()
         if not self.closed:
-            self.streamer.request_abort()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+            self.sequence.graphs.cancel()
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special`: the names of control tokens in it stand for these."""
@@ -428,14 +336,27 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        streamer = self.streamer
-        return StreamCounters(
-            *streamer.counters(),
-            *self.lanes.counters(),
-            *streamer.drop_counters(),
-            *streamer.prefetch_counters()[:4],
-            *streamer.spent(),
-        )
+        return self.sequence.graphs.counters()
+
+    @property
+    def cache(self) -> ExpertCache | None:
+        """Which experts have slots; None for a dense model."""
+        return self._cache.index if self._cache else None
+
+    @property
+    def plan(self) -> SlotPlan | None:
+        """How the cache is cut; None for a dense model."""
+        return self._cache.plan if self._cache else None
+
+    @property
+    def decision(self) -> CacheDecision | None:
+        """What memory experts have, and why; None for a dense model."""
+        return self._cache.decision if self._cache else None
+
+    @property
+    def preload(self) -> warm_start.Preloader | None:
+        """What reads ahead after a warm start."""
+        return self._state.preloader if self._state else None
 
     @property
     def budget_bytes(self) -> int:
@@ -449,32 +370,26 @@ class Engine:
             return 0
         return sum(len(self.cache.resident(i)) * layer.slot_bytes for i, layer in enumerate(self.layers))
 
-    def tell_cache(self, prompt_left: int) -> None:
-        """Tells the cache of the next batch: so many tokens of the prompt follow it; -1: it is decode's."""
-        if self.cache is not None:
-            self.cache.prompt(prompt_left)
-            self.traces.tell_prompt(prompt_left)
-
-    def reject_in_cache(self, n: int) -> None:
-        """Tells the cache that the last `n` tokens of the batch before were not accepted."""
-        if self.cache is not None:
-            self.cache.reject(n)
-            self.traces.tell(f"reject:{n}")
+    def report_progress(self, stage: str, done: int, whole: int) -> None:
+        """Passes progress on to whoever is told of it."""
+        self._progress(stage, done, whole)
 
     def set_progress(self, progress: Progress) -> None:
         """Replaces who is told of progress."""
         self._progress = progress
 
-    def report_progress(self, stage: str, done: int, whole: int) -> None:
-        """Passes progress on to who opened the engine."""
-        self._progress(stage, done, whole)
-
     def close(self) -> None:
-        """Joins the lanes, frees the model and closes its files. May be called twice."""
-        if self._busy is not None:
-            self._busy.close()
-        if not self.closed:
-            self._save_state()
+        """Joins the lanes, frees the model and closes its files. May be called twice.
+
+        In a process forked from the engine's it only lets go: what it holds there is a copy without threads.
+        """
+        if os.getpid() != self._process:
+            self.closed = True
+            return
+        if self._turn is not None:
+            self._turn.close()
+        if not self.closed and self._state is not None and (failure := self._state.save()):
+            self.failures.append(failure)
         self.closed = True
         self._stack.close()
         self.failures += self.traces.failures()
@@ -482,6 +397,7 @@ class Engine:
     def _check_open(self) -> None:
         if self.closed:
             raise BmoeError("the engine is closed")
+        check_process(self._process)
 
     def __enter__(self) -> Engine:
         return self
@@ -490,24 +406,12 @@ class Engine:
         self.close()
 
 
-class _Populate:
-    """Makes a region resident in the background: zeroing gigabytes would only delay the first token."""
-
-    def __init__(self, region: _memory.Region) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(region,), name="bmoe-populate", daemon=True)
-        try:
-            self._thread.start()
-            self._started = True
-        except RuntimeError:  # no thread to be had: pages then come as reads fill them
-            self._started = False
-
-    def _run(self, region: _memory.Region) -> None:
-        for at in range(0, region.size, _POPULATE_STEP):
-            if self._stop.is_set() or region.populate(at, _POPULATE_STEP):
-                return
-
-    def stop(self) -> None:
-        self._stop.set()
-        if self._started:
-            self._thread.join()
+def _run_facts(config: EngineConfig) -> dict[str, object]:
+    """What a trace's preamble says of the run."""
+    return {
+        "overlap": int(config.overlap),
+        "io_threads": config.io_threads,
+        "ubatch": config.ubatch,
+        "draft": ",".join(config.draft.types) or "none",
+        "drop_cold_experts": config.drop_cold_experts or 0,
+    }

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..accounting.bytes_by_cause import FlashSplit
-from ..accounting.results import Token
+from ..accounting.counters import StreamCounters
+from ..accounting.results import GenerationResult, Token
+from ..accounting.timing import LOOP, OUTPUT
+from ..accounting.token_cost import Cost, TokenCosts
 from ..errors import UsageError
 from ..host import memory
 from ..llama import llama
-from .config import Sampling
-from .generation import Generation, _Stopped
-
-if TYPE_CHECKING:
-    from .engine import Engine
-
+from .account import TurnAccount
+from .request import check_ids
+from .sequence import TokenSequence
+from .turn import Turn
 
 # ---- pure ----------------------------------------------------------------------------------------
 
@@ -95,104 +95,99 @@ class Tally:
 # ---- with a model --------------------------------------------------------------------------------
 
 
-class Scoring(Generation):
-    """An iterator over the tokens of a given text from `first` on; `nll` holds the surprise of each so far, nats.
+class Scoring(Turn):
+    """A turn that reads: the tokens of a given text from `first` on; `nll` has the surprise of each so far, nats.
 
-    Made by `Engine.score`, and stopped, closed and interrupted as a generation is. Batches count as `result.prefill`,
-    tokens computed one by one as `result.decode`.
+    Made by `Engine.score`. Batches count as `result.prefill`, tokens computed one by one as `result.decode`.
+    `score_rows`: tokens of a batch that are scored together.
     """
 
-    _feeds_head = False
-
-    def __init__(self, engine: Engine, ids: list[int], first: int, one_by_one: bool) -> None:
+    def __init__(
+        self,
+        ids: Sequence[int],
+        first: int,
+        one_by_one: bool,
+        sequence: TokenSequence,
+        score_rows: int,
+        drop_in_prefill: bool,
+        cancel: Callable[[], None],
+    ) -> None:
         if not 1 <= first < len(ids):
             raise UsageError(f"a text of {len(ids)} tokens, scored from token {first} on: nothing to score")
-        if len(ids) > engine.context.n_ctx:
+        if len(ids) > sequence.context.n_ctx:
             raise UsageError(
-                f"the text has {len(ids)} tokens, the context holds {engine.context.n_ctx}: use -c {len(ids)} or more"
+                f"the text has {len(ids)} tokens, the context holds {sequence.context.n_ctx}: use -c {len(ids)} or more"
             )
-        super().__init__(engine, ids, len(ids) - first, Sampling(), stop_at_end=False)
+        check_ids(ids, sequence.context.n_vocab)
         self.nll: list[float] = []
-        self._one_by_one = one_by_one
+        self._ids, self._first, self._one_by_one = ids, first, one_by_one
+        self._sequence, self._score_rows, self._drop_in_prefill = sequence, score_rows, drop_in_prefill
+        super().__init__(cancel, GenerationResult(prompt_tokens=len(ids)))
 
-    def _batches(self, n: int, first: int) -> Iterable[tuple[int, int]]:
-        """Cuts tokens 0 to `n` - 1, the last of which only is predicted, into batches."""
-        engine, at = self._engine, 0
+    def _batches(self) -> Iterable[tuple[int, int]]:
+        """Cuts the text, the last token of which only is predicted, into batches."""
+        n, first, at = len(self._ids), self._first, 0
         while at < n - 1:
-            end = min(at + engine.context.n_batch, n - 1)
+            end = min(at + self._sequence.context.n_batch, n - 1)
             if self._one_by_one:
                 end = at + 1 if at >= first - 1 else min(end, first - 1)
-            end = min(end, max(at, first - 1) + engine.score_rows)
+            end = min(end, max(at, first - 1) + self._score_rows)
             yield at, end
             at = end
 
-    def _run(
-        self, ids: list[int], max_tokens: int, sampling: Sampling, stop_at_end: bool
-    ) -> Generator[Token, None, None]:
-        engine, result = self._engine, self.result
-        started, faults, zero = time.perf_counter(), memory.major_faults(), engine.counters()
-        first, mark, charged = len(ids) - max_tokens, zero, FlashSplit()
+    def _run(self) -> Generator[Token, None, None]:
+        sequence, result = self._sequence, self.result
+        started, faults = time.perf_counter(), memory.major_faults()
+        account = TurnAccount(sequence.graphs.streamer, result.flash_split)
+        costs = TokenCosts(sequence.graphs.counters, account.clock, result.flash_split)
+        nothing = Cost(StreamCounters(), {}, (0, 0, 0, 0))
         try:
-            # Nothing is kept from before: the batches, and with them the rounding, are those of this text alone.
-            engine.in_step = False
-            engine.cached_ids.clear()
-            engine.context.clear()
-            if engine.head is not None:
-                engine.head.resume(0)
-            engine.in_step = True
-            for at, end in self._batches(len(ids), first):
-                single = self._one_by_one and at >= first - 1
-                skip = max(0, first - 1 - at)
-                self._score(ids[at:end], skip, ids[at + 1 : end + 1], single)
-                took = self._take_graph_s()
-                since, mark = mark, engine.counters()
-                if single:
-                    result.decode, result.decode_s = result.decode.plus(mark - since), result.decode_s + took
-                    result.decode_steps += 1
-                else:
-                    result.prefill_tokens = end
-                    result.prefill, result.prefill_s = result.prefill.plus(mark - since), result.prefill_s + took
-                for i in range(at + skip, end):
-                    flash, charged = result.flash_split.since(charged), result.flash_split.copy()
-                    # A batch's whole cost sits on its first token.
-                    cost, spent = (mark - since, took) if i == at + skip else (mark - mark, 0.0)
-                    token = ids[i + 1]
-                    result.token_ids.append(token)
-                    yield Token(i + 1, token, "", spent, spent, cost, flash)
-            result.stop = "length"
-        except _Stopped:
-            result.stop = "cancelled"
-        except KeyboardInterrupt:
-            result.stop = "interrupted"
-            raise
-        except Exception:
-            result.stop = "error"
-            raise
+            with self._noting_the_end():
+                sequence.begin_turn(account)
+                # Nothing is kept from before: the batches, and with them the rounding, are those of this text alone.
+                sequence.clear()
+                for at, end in self._batches():
+                    single = self._one_by_one and at >= self._first - 1
+                    skip = max(0, self._first - 1 - at)
+                    self._score(at, end, skip, single)
+                    took, cost = account.take_graph_s(), costs.take()
+                    if single:
+                        result.decode, result.decode_s = result.decode.plus(cost.stream), result.decode_s + took
+                        result.decode_steps += 1
+                    else:
+                        result.prefill_tokens = end
+                        result.prefill, result.prefill_s = result.prefill.plus(cost.stream), result.prefill_s + took
+                    for token in self._ids[at + skip + 1 : end + 1]:
+                        index = self._first + len(result.token_ids)
+                        result.token_ids.append(token)
+                        account.clock.switch(OUTPUT)
+                        yield Token(index, token, "", took, took, cost.stream, cost.flash, cost)
+                        account.clock.switch(LOOP)
+                        # A batch's whole cost sits on its first token.
+                        took, cost = 0.0, nothing
+                result.stop = "length"
         finally:
             result.total_s = time.perf_counter() - started
             result.major_faults = memory.major_faults() - faults
             self.running = False
 
-    def _score(self, tokens: Sequence[int], skip: int, following: Sequence[int], single: bool) -> None:
-        """Decodes one batch; what is surprising of the tokens that follow those after the first `skip`."""
-        engine = self._engine
-        drop = single or engine.config.drop_in_prefill
-        scored, cause = skip < len(tokens), "decode" if single else "prefill"
+    def _score(self, at: int, end: int, skip: int, single: bool) -> None:
+        """Decodes tokens `at` to `end`; what is surprising of those that follow the ones after the first `skip`."""
+        sequence, n, context = self._sequence, end - at, self._sequence.context
+        tokens = np.array(self._ids[at:end], np.int32)
+        drop = single or self._drop_in_prefill
+        cause = "decode" if single else "prefill"
         try:
-            self._decode(np.array(tokens, np.int32), each=len(tokens) - skip > 1, skip=skip, drop=drop, cause=cause)
+            sequence.append(tokens, each=n - skip > 1, skip=skip, drop=drop, cause=cause, for_head=False)
         finally:
-            self._width = 0
-            total, again = engine.streamer.take_positions(1)
-            self.result.flash_split.charge("base" if single else "prefill", total[0], again[0])
-        if not scored:
-            return
-        if len(tokens) - skip == 1:
-            self.nll.append(surprise(engine.context.logits(), following[skip]))
-            return
-        for i in range(skip, len(tokens)):
-            self.nll.append(surprise(engine.context.logits_of(i), following[i]))
+            sequence.account.charge("base" if single else "prefill")
+        following = self._ids[at + 1 : end + 1]
+        if n - skip == 1:
+            self.nll.append(surprise(context.logits(), following[skip]))
+        elif n > skip:
+            self.nll += [surprise(context.logits_of(i), following[i]) for i in range(skip, n)]
 
 
-def text_bytes(engine: Engine, tokens: Sequence[int]) -> int:
+def text_bytes(model: llama.Model, tokens: Sequence[int]) -> int:
     """Bytes of the text that `tokens` stand for."""
-    return sum(len(llama.piece(engine.model, t)) for t in tokens)
+    return sum(len(llama.piece(model, t)) for t in tokens)

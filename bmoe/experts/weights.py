@@ -125,6 +125,16 @@ class Weights:
         if mode == "lock" and (code := self.region.lock()):
             self.note = f"dense weights are not locked: {os.strerror(code)} (raise ulimit -l)"
 
+    def visible_dense(self) -> list[tuple[int, int]]:
+        """Of `dense` what the kernel tells truly whether it is in memory, which is all or nothing.
+
+        Of a mapped file that is neither ours nor ours to write, mincore says that all of it is.
+        """
+        mapped = self.region is None
+        if mapped and any(not os.access(p, os.W_OK) and p.stat().st_uid != os.geteuid() for p in self.paths):
+            return []
+        return self.dense
+
     def fault(self) -> str:
         """What is wrong with a map that weights are used from, "" where nothing is."""
         for m, path in zip(self.maps, self.paths, strict=True):

@@ -8,24 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.config import EngineConfig
-from ..engine.planning import (
-    ContextPlan,
-    base_rss,
-    cache_sizes,
-    context_plan,
-    expert_override,
-    experts_used,
-    spare_bytes,
-)
+from ..engine.opening import Overhead, open_contexts, part_tensors, read_source
+from ..engine.planning import ContextPlan, cache_sizes, context_plan, spare_bytes
 from ..errors import MemoryBudgetError
 from ..experts import slots
 from ..experts.budget import CacheDecision, CacheRequest, MiB, ModelSizes, advice, decide
-from ..experts.weights import dense_runs
-from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers, open_model_file
-from ..host import _memory, memory
+from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers
+from ..host import memory
 from ..llama import llama
-from ..llama.head import HeadContext, TargetRows
-from ..speculation import mtp
 
 
 @dataclass(frozen=True)
@@ -107,26 +97,20 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
     Raises ModelError for a file that cannot be run, UsageError for settings that do not go with it.
     """
     llama.check()
-    base = base_rss()
-    file = open_model_file(path)
-    override = expert_override(config, file)
-    n_heads = mtp.count_heads(file) if "mtp" in config.draft.types else 0
-    before = memory.read_process_memory().rss
+    source, held = read_source(path, config), Overhead()
+    file, n_used = source.file, source.n_used
     with ExitStack() as stack:
-        settings = {"overrides": override, "load_mtp": n_heads > 0}
-        model = llama.load_model(file.header, file.virtual_size, str(path), **settings)  # type: ignore[arg-type]
+        model = source.load()
         names = set(model.tensors)
         model.close()
-        model = llama.load_model(file.header, file.virtual_size, str(path), dry=True, **settings)  # type: ignore[arg-type]
+        model = source.load(dry=True)
         stack.callback(model.close)
-        _memory.trim_heap()
-        overhead = base + max(0, memory.read_process_memory().rss - before)
+        overhead = held.measure()
         shape = context_plan(config, file, model.n_vocab)
-        buffers = _buffers(stack, model, shape, config, n_heads)
-    layers = expert_layers(file.tensors, names)
-    n_used = experts_used(file, override)
-    in_experts = {t.name for layer in layers for t in layer.tensors}
-    dense = sum(run.nbytes for run in dense_runs([t for t in file.tensors if t.name in names - in_experts]))
+        settings = {"n_threads": config.n_threads()}
+        buffers = open_contexts(stack, model, shape, source.n_heads, settings, guarded=False).buffers
+    parts = part_tensors(source, names)
+    layers, dense = parts.layers, parts.dense_bytes
     sizes = cache_sizes(layers, n_used, dense, buffers, overhead)
     decision, refused, facts = None, "", memory.read_memory_facts()
     if layers:
@@ -151,7 +135,7 @@ def inspect_model(path: Path, config: EngineConfig) -> Inspection:
         sizes=sizes,
         overhead=overhead,
         facts=facts,
-        head=_head(file, n_used, n_heads > 0),
+        head=_head(file, n_used, source.n_heads > 0),
         decision=decision,
         refused=refused,
         advice=advice(decision, config.policy) if decision is not None else "",
@@ -170,30 +154,6 @@ def quantizations(tensors: Iterable[Tensor]) -> dict[str, int]:
         name = llama.type_name(t.type)
         found[name] = found.get(name, 0) + t.nbytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _buffers(
-    stack: ExitStack, model: llama.Model, shape: ContextPlan, config: EngineConfig, n_heads: int
-) -> llama.BufferSizes:
-    """What the engine's contexts would take."""
-    threads = config.n_threads()
-    context = llama.Context(
-        model,
-        n_ctx=shape.n_ctx,
-        n_ubatch=shape.n_ubatch,
-        n_threads=threads,
-        n_outputs=shape.n_outputs,
-        n_each=shape.n_each,
-        n_snapshots=shape.n_snapshots,
-    )
-    stack.callback(context.close)
-    widest = min(shape.longest, context.n_snapshots) if context.recurrent else shape.longest
-    if not n_heads or not widest:
-        return context.buffers
-    head = HeadContext(model, n_heads=n_heads, n_ctx=shape.n_ctx, n_ubatch=shape.head_ubatch, n_threads=threads)
-    stack.callback(head.close)
-    rows = llama.BufferSizes(kv=0, recurrent=0, compute=TargetRows(context).nbytes)
-    return context.buffers + head.buffers + rows
 
 
 def _shared(file: ModelFile) -> int:

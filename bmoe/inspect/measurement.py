@@ -195,7 +195,7 @@ def _run_cached(
 
 def _run_uncached(engine: Engine, ids: list[int], probe: Probe) -> None:
     """Decodes some of the text without a cache."""
-    n = min(UNCACHED[1], len(ids) - 1, engine.context.n_ctx - 2)
+    n = min(UNCACHED[1], len(ids) - 1, engine.sequence.context.n_ctx - 2)
     started = time.perf_counter()
     generation = engine.generate(ids[:1], max_tokens=n, stop_at_end=False, script=ids[1:])
     try:
@@ -212,7 +212,7 @@ def _run_uncached(engine: Engine, ids: list[int], probe: Probe) -> None:
 def _run_text(engine: Engine, ids: list[int], probe: Probe) -> None:
     """Decodes the text token by token and notes its routes."""
     engine.streamer.count_uses()
-    n = min(TOKENS, len(ids) - 1, engine.context.n_ctx - 2)
+    n = min(TOKENS, len(ids) - 1, engine.sequence.context.n_ctx - 2)
     n_expert = max(layer.n_expert for layer in engine.layers)
     routes = np.zeros((n, len(engine.layers), n_expert), np.bool_)
     before: list[list[int]] = [[0] * layer.n_expert for layer in engine.layers]
@@ -239,7 +239,7 @@ def _run_levels(engine: Engine, ids: list[int], probe: Probe) -> None:
         return
     rng = random.Random(0)
     # A recurrent state cannot go back by one token: then it is the first of a sequence each time.
-    text = [] if engine.context.recurrent else engine.cached_ids[:-1]
+    text = [] if engine.sequence.context.recurrent else engine.sequence.ids[:-1]
     prompt = [*text, ids[len(text)]]
     cache.clear()
     _step(engine, prompt)

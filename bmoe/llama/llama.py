@@ -468,6 +468,16 @@ def special_text(model: Model, name: str) -> str:
     return piece(model, token, special=True).decode("utf-8", "replace") if token >= 0 else ""
 
 
+def special_token(model: Model, text: str) -> int | None:
+    """The id of the special token that is written `text`, as "<|im_end|>", and has no text of its own; else None."""
+    raw = text.encode("utf-8", "replace")
+    ids = (ctypes.c_int32 * 2)()
+    if C.llama_tokenize(model.vocab, raw, len(raw), ids, len(ids), False, True) != 1:
+        return None
+    token = int(ids[0])
+    return token if not piece(model, token) and piece(model, token, special=True) == raw else None
+
+
 def bos_token(model: Model) -> int:
     """The id of BOS, negative where there is none."""
     return int(C.llama_vocab_bos(model.vocab))

@@ -78,7 +78,7 @@ def test_elsewhere_the_counts_are_the_same_and_the_bytes_the_files(
     found, heads = [], (demo.head, hybrid.head)
     for engine, head in zip((demo, hybrid), heads, strict=True):
         result = speculation.run_cell(engine, head, runs(record)[1], cell)
-        engine.head = head
+        engine.sequence.head = head
         assert result.token_ids == record.script
         found.append(speculation.measures(result))
     assert {k: found[0][k] for k in COUNTS} == {k: found[1][k] for k in COUNTS}

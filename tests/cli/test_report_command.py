@@ -17,7 +17,7 @@ from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
 from bmoe.analysis import run_page, run_stats
 from bmoe.analysis.run_csv import CsvError, read_run
 from bmoe.cli.commands.report import short_names
-from bmoe.observe.telemetry import csv_head, csv_row, csv_summary
+from bmoe.observe.record_format import csv_head, csv_row, csv_summary
 
 Row = dict[str, float | None]
 

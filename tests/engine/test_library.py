@@ -117,7 +117,7 @@ def test_the_same_prompt_again_computes_its_last_token_only(tiny: Tiny, open_eng
 
 def test_generations_end_where_the_context_does(tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny("qwen3moe", "Q8_0"))
-    n_ctx = engine.context.n_ctx
+    n_ctx = engine.sequence.context.n_ctx
     prompt = prompt_ids(n_ctx - 5, seed=3)
     run, result = drive(engine, prompt, 100)
     assert (result.stop, len(run.tokens)) == ("length", 6)
@@ -174,7 +174,7 @@ def test_two_engines_interleaved_do_as_they_do_alone(tiny: Tiny, resident: Resid
     for _ in range(16):
         for generation, engine, run in zip(generations, engines, runs, strict=True):
             run.tokens.append(next(generation).id)
-            run.logits.append(engine.context.logits().copy())
+            run.logits.append(engine.sequence.context.logits().copy())
     for generation, run, reference in zip(generations, runs, expected, strict=True):
         assert list(generation) == []
         assert not differences(run, reference)
@@ -332,7 +332,7 @@ def test_an_interrupt_that_the_last_graph_was_too_late_to_act_on(
     """A handler that raised at the last node of the last token: there is no next graph that would be stopped."""
     path = tiny("qwen3moe", "Q8_0")
     engine = open_engine(path, "few")
-    streamer, decode, calls = engine.streamer, engine.context.decode, []
+    streamer, decode, calls = engine.streamer, engine.sequence.context.decode, []
 
     class Late:
         interrupt_pending = False
@@ -351,16 +351,16 @@ def test_an_interrupt_that_the_last_graph_was_too_late_to_act_on(
         late.interrupt_pending = len(calls) == 3
         return calls[-1]
 
-    monkeypatch.setattr(engine, "streamer", late)
-    monkeypatch.setattr(engine.context, "decode", last)
+    monkeypatch.setattr(engine.sequence.graphs, "streamer", late)
+    monkeypatch.setattr(engine.sequence.context, "decode", last)
     generation = engine.generate(A, max_tokens=3, stop_at_end=False)
     with pytest.raises(KeyboardInterrupt):
         list(generation)
     assert generation.result.stop == "interrupted"
     # The graph did run: its token is in the sequence, and is what the engine says that it holds.
-    assert engine.cached_ids == [*A, *generation.result.token_ids]
+    assert engine.sequence.ids == [*A, *generation.result.token_ids]
     monkeypatch.undo()
-    longer = [*engine.cached_ids, *B]
+    longer = [*engine.sequence.ids, *B]
     run, result = drive(engine, longer, 2)
     assert result.reused_tokens == len(longer) - len(B)
     with ResidentModel(path) as model:
@@ -377,7 +377,7 @@ def test_an_exception_from_a_signal_between_a_graph_and_its_account(
     """A handler runs as llama.cpp returns: its memory holds a token that the engine has not noted yet."""
     path = tiny(arch, "Q8_0")
     engine = open_engine(path, "few", ubatch=16)
-    decode, calls = engine.context.decode, []
+    decode, calls = engine.sequence.context.decode, []
 
     def interrupted(*args: object) -> int:
         code = decode(*args)  # type: ignore[arg-type]
@@ -386,7 +386,7 @@ def test_an_exception_from_a_signal_between_a_graph_and_its_account(
             raise error
         return code
 
-    monkeypatch.setattr(engine.context, "decode", interrupted)
+    monkeypatch.setattr(engine.sequence.context, "decode", interrupted)
     generation = engine.generate(A, max_tokens=50, stop_at_end=False)
     with pytest.raises(error):
         for _ in generation:

@@ -40,9 +40,9 @@ def engine() -> Iterator[bmoe.Engine]:
 
 
 def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
-    engine.drafter, engine.pace = make_drafter(spec), draft_width.make_pace(spec.policy)
-    engine.context.clear()
-    engine.cached_ids.clear()
+    engine.drafting.drafter, engine.drafting.pace = make_drafter(spec), draft_width.make_pace(spec.policy)
+    engine.sequence.context.clear()
+    engine.sequence.ids.clear()
     generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
     for _ in generation:
         pass
@@ -51,13 +51,13 @@ def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.Ge
 
 def margin(engine: bmoe.Engine, prompt: list[int], text: list[int], a: int, b: int) -> float:
     """By how much plain decoding prefers token `a` to `b` after `text`, in logits, one token decoded at a time."""
-    engine.drafter = make_drafter(DraftSpec())
-    engine.context.clear()
-    engine.cached_ids.clear()
+    engine.drafting.drafter = make_drafter(DraftSpec())
+    engine.sequence.context.clear()
+    engine.sequence.ids.clear()
     generation = engine.generate(prompt, max_tokens=len(text) + 1, script=[*text, a], stop_at_end=False)
     for _ in generation:
         pass
-    logits = engine.context.logits()
+    logits = engine.sequence.context.logits()
     assert logits[a] == logits.max(), "plain decoding chose it"
     return float(logits[a] - logits[b])
 
@@ -71,7 +71,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
     plain = generate(engine, DraftSpec(), ids).token_ids
 
     batches: list[tuple[list[int], list[int]]] = []
-    decode = engine.context.decode_each
+    decode = engine.sequence.context.decode_each
 
     def watched(tokens: Tokens, *where: int) -> int:
         code = decode(tokens, *where)
@@ -79,7 +79,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
         batches.append((tokens.tolist(), rows))
         return code
 
-    monkeypatch.setattr(engine.context, "decode_each", watched)
+    monkeypatch.setattr(engine.sequence.context, "decode_each", watched)
     result = generate(engine, SPECS[name], ids)
     monkeypatch.undo()
 
@@ -106,8 +106,8 @@ def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[
 
     from bmoe.llama import llama
 
-    address = llama.lib().llama_get_logits_ith(engine.context.handle, row)
-    return np.ctypeslib.as_array((ctypes.c_float * engine.context.n_vocab).from_address(address))
+    address = llama.lib().llama_get_logits_ith(engine.sequence.context.handle, row)
+    return np.ctypeslib.as_array((ctypes.c_float * engine.sequence.context.n_vocab).from_address(address))
 
 
 def test_a_difference_that_is_no_tie_would_be_seen(engine: bmoe.Engine) -> None:

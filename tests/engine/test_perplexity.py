@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as C
 from reference import Logits, Resident, prompt_ids
 
 import bmoe
-import bmoe.engine.engine
+import bmoe.engine.planning
 from bmoe.engine import demo
 from bmoe.engine.scoring import Tally, Window, surprise, windows
 from bmoe.errors import UsageError
@@ -155,7 +155,7 @@ def test_few_rows_are_scored_at_once_where_logits_are_large(
     scoring = wide.score(TEXT, 40)
     list(scoring)
     for rows in (1, 7):
-        monkeypatch.setattr(bmoe.engine.planning, "LOGITS_BYTES", 4 * wide.context.n_vocab * rows + 3)
+        monkeypatch.setattr(bmoe.engine.planning, "LOGITS_BYTES", 4 * wide.sequence.context.n_vocab * rows + 3)
         narrow = open_engine(path, ubatch=64, score_rows=64)
         assert narrow.score_rows == rows
         again = narrow.score(TEXT, 40)

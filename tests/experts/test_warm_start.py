@@ -125,7 +125,7 @@ def test_the_output_is_that_of_a_cold_start(
     """While reads ahead are under way, and after them; logits bit for bit."""
     path, state = tiny(arch, None if arch == "gpt-oss" else "Q8_0", **MODEL), tmp_path / "s.json"
     cold = open_engine(path, 24, cache_state=str(state), **settings)
-    expected, logits = generate(cold, PROMPT, 40).token_ids, cold.context.logits().copy()
+    expected, logits = generate(cold, PROMPT, 40).token_ids, cold.sequence.context.logits().copy()
     cold.close()
     for wait in (False, True):
         engine = open_engine(path, 24, cache_state=str(state), **settings)
@@ -133,7 +133,7 @@ def test_the_output_is_that_of_a_cold_start(
         if wait:
             engine.preload.wait()
         assert generate(engine, PROMPT, 40).token_ids == expected
-        assert np.array_equal(engine.context.logits(), logits)
+        assert np.array_equal(engine.sequence.context.logits(), logits)
         assert engine.preload.wait(20)
         assert engine.preload.loader.experts + engine.preload.loader.bytes_unused > 0
         assert engine.preload.failure == ""

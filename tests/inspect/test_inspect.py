@@ -21,12 +21,13 @@ from tiny_models import ARCHES
 from tiny_mtp import TinyMtp
 
 import bmoe
-import bmoe.engine.engine
+import bmoe.engine.opening
 import bmoe.inspect.inspection
 from bmoe.cli import inspect_view, main
 from bmoe.engine import demo
 from bmoe.engine.config import EngineConfig
 from bmoe.errors import MemoryBudgetError
+from bmoe.experts import budget
 from bmoe.host.memory import MemoryFacts
 from bmoe.inspect import forecast, measurement
 from bmoe.inspect.inspection import inspect_model
@@ -182,24 +183,21 @@ def test_what_auto_says_is_what_a_run_decides(
     room = 9 * MiB + 256 * MiB
     facts = MemoryFacts(mem_total=2048 * MiB, mem_available=room)
     # What this process holds differs from moment to moment; both are told the same.
-    monkeypatch.setattr(bmoe.inspect.inspection, "base_rss", lambda: 10 * MiB)
-    monkeypatch.setattr(bmoe.engine.engine, "base_rss", lambda: 10 * MiB)
+    monkeypatch.setattr(bmoe.engine.opening, "base_rss", lambda: 10 * MiB)
     monkeypatch.setattr(bmoe.inspect.inspection.memory, "read_memory_facts", lambda: facts)
     found = inspect_model(path, config)
     taken: list[int] = []
-    real = bmoe.engine.engine.decide
 
     def decide(request: Any, sizes: Any, _: MemoryFacts, already_resident: int = 0) -> Any:
         taken.append(already_resident)
-        return real(request, sizes, replace(facts, mem_available=room - already_resident), already_resident)
+        return budget.decide(request, sizes, replace(facts, mem_available=room - already_resident), already_resident)
 
-    monkeypatch.setattr(bmoe.engine.engine, "decide", decide)
     if found.decision is None:
         with pytest.raises(MemoryBudgetError) as caught:
-            bmoe.Engine(path, config)
+            bmoe.Engine(path, config, grant=decide)
         assert _figures(str(caught.value)) == pytest.approx(_figures(found.refused), abs=2)
     else:
-        with bmoe.Engine(path, config) as engine:
+        with bmoe.Engine(path, config, grant=decide) as engine:
             # Each of the run's figures is rounded to a MiB on its own: "already resident" may cost one.
             assert abs(found.decision.budget - engine.budget_bytes) <= 2 * MiB
             assert engine.decision is not None

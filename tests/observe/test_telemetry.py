@@ -23,10 +23,11 @@ from bmoe.accounting.timing import GRAPH, LOOP, OUTPUT, Clock, TimeSplit
 from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
 from bmoe.analysis.run_csv import CsvError, read_run
 from bmoe.cli import main
+from bmoe.engine import choosing
 from bmoe.host import _memory, memory
 from bmoe.host.probe import Probe
-from bmoe.observe import recorder
-from bmoe.observe.telemetry import csv_row, json_line
+from bmoe.observe import telemetry
+from bmoe.observe.record_format import csv_row, json_line
 from bmoe.speculation.drafting import DraftSpec
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
@@ -115,14 +116,14 @@ def test_time_is_charged_where_it_is_spent(
     measured()
     shows("output", 300, 0.03)
 
-    real = bmoe.engine.generation.Generation._choose
+    real = choosing.Scripted.choose
     with monkeypatch.context() as m:
-        m.setattr(bmoe.engine.generation.Generation, "_choose", lambda self: (time.sleep(0.03), real(self))[1])
+        m.setattr(choosing.Scripted, "choose", lambda self, n=1: (time.sleep(0.03), real(self, n))[1])
         shows("loop", 270)
 
     with monkeypatch.context() as m:
-        m.setattr(engine.drafter, "draft", lambda *_: (time.sleep(0.03), np.empty(0, np.int32))[1])
-        m.setattr(engine, "widest_draft", 4)
+        m.setattr(engine.drafting.drafter, "draft", lambda *_: (time.sleep(0.03), np.empty(0, np.int32))[1])
+        m.setattr(engine.drafting, "longest", 4)
         shows("draft", 240)
 
     engine = open_engine(tiny("qwen3moe", "Q8_0"), "few")
@@ -193,7 +194,7 @@ def test_the_head_is_charged_to_drafting(tiny_mtp: TinyMtp, open_engine: OpenEng
 
 def test_without_records_there_are_none(tiny: Tiny, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the system asked, or a file opened."""
-    monkeypatch.setattr(recorder, "Recorder", None)
+    monkeypatch.setattr(telemetry, "Telemetry", None)
     engine = open_engine(tiny("qwen3moe", "Q8_0"))
     before = set(os.listdir("/proc/self/fd"))
     generation = engine.generate([1, 2, 3], max_tokens=4)

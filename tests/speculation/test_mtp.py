@@ -65,13 +65,13 @@ def test_a_head_that_is_wrong_costs_time_alone(
     path = tiny_mtp(arch, heads)
     plain = open_engine(path, "few", ubatch=32)
     expected = ids(plain, PROMPT)
-    logits = plain.context.logits().copy()
+    logits = plain.sequence.context.logits().copy()
     engine = open_engine(path, "few", ubatch=32, draft=spec())
     force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, wrong))
     generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected
     r = generation.result
-    np.testing.assert_allclose(engine.context.logits(), logits, atol=0.03, rtol=0)
+    np.testing.assert_allclose(engine.sequence.context.logits(), logits, atol=0.03, rtol=0)
     assert r.spec.recoveries == 0
     if wrong == 1:
         assert r.spec.accepted == 0
@@ -162,15 +162,15 @@ def test_what_the_head_takes_is_counted(tiny_mtp: TinyMtp, open_engine: OpenEngi
     """Of the memory that `--cache-mb auto` divides: the head's context and the target's hidden rows."""
     path = tiny_mtp("glm4moe")
     plain, engine = open_engine(path), open_engine(path, draft=spec())
-    head, rows = engine.head.head, engine.target_rows  # type: ignore[union-attr]
+    head, rows = engine.sequence.head.head, engine.sequence.rows  # type: ignore[union-attr]
     assert engine.buffers.kv == plain.buffers.kv + head.buffers.kv > plain.buffers.kv  # type: ignore[attr-defined]
-    assert engine.buffers.compute == engine.context.buffers.compute + head.buffers.compute + rows.nbytes  # type: ignore[attr-defined]
+    assert engine.buffers.compute == engine.sequence.context.buffers.compute + head.buffers.compute + rows.nbytes  # type: ignore[attr-defined]
     assert engine.decision is not None
     assert (engine.decision.sizes.kv, engine.decision.sizes.compute) == (engine.buffers.kv, engine.buffers.compute)
-    assert head.n_batch == min(mtp.WIDTH, engine.context.n_batch)
+    assert head.n_batch == min(mtp.WIDTH, engine.sequence.context.n_batch)
     waiting = mtp.PendingRows(rows.size)
     waiting.put(0, np.zeros((head_of(engine).limit, rows.size), np.float32))
-    batch = 4 * rows.size * engine.context.n_batch  # in the graph, and where llama.cpp copies them to
+    batch = 4 * rows.size * engine.sequence.context.n_batch  # in the graph, and where llama.cpp copies them to
     assert rows.nbytes >= 2 * batch + waiting.rows.nbytes
 
 
@@ -187,8 +187,8 @@ def test_sources_of_text_come_first_and_the_head_keeps_up(tiny_mtp: TinyMtp, ope
     engine = open_engine(path, "few", draft=TEXT, ctx=512)
     source = head_of(engine)
     force_at = ForcedHead(source, len(prompt), script)
-    engine.head = force_at
-    engine.drafter.sources = (engine.drafter.sources[0], force_at)
+    engine.sequence.head = force_at
+    engine.drafting.drafter.sources = (engine.drafting.drafter.sources[0], force_at)
     most, take = 0, force_at.take
 
     def watched(position: int, rows: Any) -> None:
@@ -199,17 +199,17 @@ def test_sources_of_text_come_first_and_the_head_keeps_up(tiny_mtp: TinyMtp, ope
     force_at.take = watched  # type: ignore[method-assign]
     generation = engine.generate(prompt, max_tokens=len(script), script=script, stop_at_end=False)
     assert [t.id for t in generation] == script
-    stats = engine.drafter.stats
+    stats = engine.drafting.drafter.stats
     assert stats["ngram-mod"]["accepted"] > 60
     assert stats["mtp"]["accepted"] > 10
     assert most <= len(prompt) + 1 or most <= mtp.WIDTH + 17
     r = generation.result
     assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
-    force_at.feed(engine.cached_ids)
+    force_at.feed(engine.sequence.ids)
     other = open_engine(path, "few", draft=spec(), ctx=512)
-    other.drafter = DrafterStack()
+    other.drafting.drafter = DrafterStack()
     assert ids(other, prompt, len(script), script=script) == script
-    head_of(other).feed(other.cached_ids)
+    head_of(other).feed(other.sequence.ids)
     close_state(head_state(engine), head_state(other))
 
 
@@ -225,12 +225,12 @@ def test_text_goes_on_from_what_the_head_drafted(tiny_mtp: TinyMtp, open_engine:
     for chosen in (TEXT, extended):
         engine = open_engine(path, "few", draft=chosen, ctx=512)
         head = ForcedHead(head_of(engine), len(prompt), script)
-        engine.head = head
-        engine.drafter.sources = (engine.drafter.sources[0], head)
+        engine.sequence.head = head
+        engine.drafting.drafter.sources = (engine.drafting.drafter.sources[0], head)
         generation = engine.generate(prompt, max_tokens=len(script), script=script, stop_at_end=False)
         assert [t.id for t in generation] == script
         decodes.append(generation.result.spec.decodes)
-        assert engine.drafter.stats["ngram-mod"]["accepted"] > 20
+        assert engine.drafting.drafter.stats["ngram-mod"]["accepted"] > 20
         assert generation.result.flash_split.total == generation.result.prefill.bytes + generation.result.decode.bytes
     assert decodes[1] < decodes[0], "an extended draft is verified together with the head's"
 
@@ -302,7 +302,7 @@ def test_a_memory_that_cannot_go_back_says_so(tiny_mtp: TinyMtp, open_engine: Op
         assert not any("drafted" in note for note in plain.notes)
         engine = open_engine(path, draft=spec(), **settings)
         assert any(note.startswith("nothing is drafted") and why in note for note in engine.notes)
-        assert engine.head is None
+        assert engine.sequence.head is None
         assert ids(engine, PROMPT) == ids(plain, PROMPT)
 
 

@@ -42,13 +42,13 @@ def test_state_after_rejection_is_that_of_never_drafting(
     for wrong in (None, 1, 2):
         engine = open_engine(path, draft=spec())
         if wrong is None:
-            engine.drafter = DrafterStack()
+            engine.drafting.drafter = DrafterStack()
         else:
             force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, wrong))
         assert ids(engine, PROMPT) == expected
         source = head_of(engine)
-        source.feed(engine.cached_ids)
-        assert source.held == len(engine.cached_ids) == len(PROMPT) + N - 1
+        source.feed(engine.sequence.ids)
+        assert source.held == len(engine.sequence.ids) == len(PROMPT) + N - 1
         assert source.pending.start == source.held - 1
         states.append(head_state(engine))
         rows.append(source.pending.rows)
@@ -116,20 +116,20 @@ def test_a_kept_prefix_drafts_as_a_fresh_engine(
     def drafts(engine: bmoe.Engine, prompt: Sequence[int]) -> tuple[list[int], list[Batch]]:
         batches = record(engine)
         tokens = ids(engine, prompt, 20)
-        engine.head.head.run = type(engine.head.head).run.__get__(engine.head.head)  # type: ignore[union-attr]
+        engine.sequence.head.head.run = type(engine.sequence.head.head).run.__get__(engine.sequence.head.head)  # type: ignore[union-attr]
         return tokens, batches
 
     warm = open_engine(path, draft=spec())
     ids(warm, first)
     for prompt in (
-        [*first, *warm.cached_ids[60:80], 65, 66],  # goes back into what was generated
+        [*first, *warm.sequence.ids[60:80], 65, 66],  # goes back into what was generated
         first[:30] + prompt_ids(30, 9),  # leaves the prompt in its middle
         first[:30] + prompt_ids(30, 9)[:10],  # a part of what is there
         [7, 8, 9],  # nothing in common
     ):
         with_prefix = drafts(warm, prompt)
         # And right behind what is there.
-        again = [*warm.cached_ids, with_prefix[0][-1], 70, 71]
+        again = [*warm.sequence.ids, with_prefix[0][-1], 70, 71]
         same_drafts(with_prefix, drafts(open_engine(path, draft=spec()), prompt))
         same_drafts(drafts(warm, again), drafts(open_engine(path, draft=spec()), again))
 
@@ -148,22 +148,24 @@ def test_a_head_that_is_not_asked_leaves_tokens_out_and_can_come_back(
     monkeypatch.setattr(mtp, "WIDTH", 4)
     path = tiny_mtp(arch, heads)
     engine = open_engine(path, draft=spec())
-    source, always = head_of(engine), engine.pace
-    assert source.limit == engine.context.n_batch
+    source, always = head_of(engine), engine.drafting.pace
+    assert source.limit == engine.sequence.context.n_batch
     source.limit = 8
-    engine.pace = Never()
+    engine.drafting.pace = Never()
     assert ids(engine, PROMPT, 30) == ids(open_engine(path), PROMPT, 30)
     left = source.left_out
     assert len(PROMPT) < left == source.held <= len(PROMPT) + 30
     assert source.behind <= 8
     assert (source.stats["fed"], source.stats["left_out"]) == (len(PROMPT), left - len(PROMPT))
-    engine.pace = always
-    whole = len(engine.cached_ids)
+    engine.drafting.pace = always
+    whole = len(engine.sequence.ids)
     for keep in (whole, whole - 2, len(PROMPT)):  # the last one: before the gap
-        prompt = [*engine.cached_ids[:keep], 65, 66]
+        prompt = [*engine.sequence.ids[:keep], 65, 66]
         generation = engine.generate(prompt, max_tokens=12, stop_at_end=False)
         assert [t.id for t in generation] == ids(open_engine(path), prompt, 12)
-        if keep == whole or not engine.context.recurrent:  # a recurrent state goes back no further than its copies
+        if (
+            keep == whole or not engine.sequence.context.recurrent
+        ):  # a recurrent state goes back no further than its copies
             assert keep - 2 <= generation.result.reused_tokens <= keep
         assert generation.result.spec.drafted > 0
         assert source.left_out > 0
@@ -188,7 +190,7 @@ def test_cancelled_inside_a_graph_of_the_head(
         left -= 1
         if left < 0:
             engine.streamer.request_abort()
-            engine._cancelled.set()
+            engine.sequence.graphs._cancelled.set()
         return run(*args)
 
     context.run = stopping  # type: ignore[method-assign]
@@ -214,7 +216,7 @@ def test_cancelled_inside_a_verify_batch(tiny_mtp: TinyMtp, open_engine: OpenEng
         expected = ids(open_engine(path), PROMPT)
         engine = open_engine(path, "few", draft=spec())
         force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 3))
-        decode_each, calls = engine.context.decode_each, 0
+        decode_each, calls = engine.sequence.context.decode_each, 0
 
         def stopping(*args: Any, engine: Any = engine, decode_each: Any = decode_each) -> int:
             nonlocal calls
@@ -223,7 +225,7 @@ def test_cancelled_inside_a_verify_batch(tiny_mtp: TinyMtp, open_engine: OpenEng
                 engine.cancel()
             return int(decode_each(*args))
 
-        engine.context.decode_each = stopping  # type: ignore[method-assign]
+        engine.sequence.context.decode_each = stopping  # type: ignore[method-assign]
         generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
         got = [t.id for t in generation]
         assert generation.result.stop == "cancelled"
@@ -268,7 +270,7 @@ def test_the_limit_is_reached_inside_a_group(
     engine = open_engine(path, draft=spec())
     force(engine, ForcedHead(head_of(engine), len(PROMPT), expected))
     assert ids(engine, PROMPT, n) == expected[:n]
-    assert len(engine.cached_ids) == len(PROMPT) + n - 1
+    assert len(engine.sequence.ids) == len(PROMPT) + n - 1
     assert ids(engine, PROMPT) == expected
 
 
@@ -277,7 +279,7 @@ def test_the_context_fills_inside_a_group(arch: str, heads: int, tiny_mtp: TinyM
     path, prompt = tiny_mtp(arch, heads), prompt_ids(230, 3)
     plain = open_engine(path)
     expected = ids(plain, prompt, 100)
-    assert len(expected) == plain.context.n_ctx - len(prompt) + 1
+    assert len(expected) == plain.sequence.context.n_ctx - len(prompt) + 1
     engine = open_engine(path, draft=spec())
     force(engine, ForcedHead(head_of(engine), len(prompt), expected))
     assert ids(engine, prompt, 100) == expected
@@ -288,7 +290,7 @@ def test_an_end_token_inside_a_group(tiny_mtp: TinyMtp, open_engine: OpenEngine)
         path = tiny_mtp(arch)
         engine = open_engine(path, draft=spec())
         source = head_of(engine)
-        end = next(t for t in range(engine.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
+        end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
         script = [*range(60, 67), end, *range(70, 100)]
         force(engine, ForcedHead(source, len(PROMPT), script))
         generation = engine.generate(PROMPT, max_tokens=len(script), script=script)
@@ -306,7 +308,7 @@ def test_a_memory_that_refuses_keeps_the_heads_state(
     expected = ids(open_engine(path), PROMPT)
     engine = open_engine(path, "few", draft=spec())
     force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 2))
-    monkeypatch.setattr(engine.context, "truncate", lambda n: False)
+    monkeypatch.setattr(engine.sequence.context, "truncate", lambda n: False)
     batches = record(engine)
     generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected
@@ -322,10 +324,10 @@ def test_a_recurrent_model_drafts_no_further_than_its_snapshots(tiny_mtp: TinyMt
     expected = ids(open_engine(path), PROMPT)
     for snapshots in (0, 2, 5):
         engine = open_engine(path, draft=spec(8), rs_snapshots=snapshots)
-        assert engine.context.recurrent
-        assert (engine.head is None) == (snapshots == 0)
-        if engine.head is not None:
-            force(engine, ForcedHead(engine.head, len(PROMPT), expected))
+        assert engine.sequence.context.recurrent
+        assert (engine.sequence.head is None) == (snapshots == 0)
+        if engine.sequence.head is not None:
+            force(engine, ForcedHead(engine.sequence.head, len(PROMPT), expected))
         generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
         assert [t.id for t in generation] == expected
         assert generation.result.spec.drafted <= snapshots * generation.result.spec.drafted_steps
@@ -335,5 +337,5 @@ def test_a_recurrent_model_drafts_no_further_than_its_snapshots(tiny_mtp: TinyMt
 def test_drafting_can_be_limited_to_nothing(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
     path = tiny_mtp("glm4moe")
     engine = open_engine(path, draft=spec(n_max=0))
-    assert engine.head is None
+    assert engine.sequence.head is None
     assert ids(engine, PROMPT) == ids(open_engine(path), PROMPT)

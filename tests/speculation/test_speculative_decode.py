@@ -61,9 +61,9 @@ def test_speculated_equals_plain(arch: str, size: int, tiny: Tiny, open_engine: 
     path, prompt = tiny(arch, "F32"), prompt_ids(24, 3)
     plain = open_engine(path, "few", ubatch=32)
     expected = ids(plain, prompt)
-    logits = plain.context.logits().copy()
+    logits = plain.sequence.context.logits().copy()
     engine = open_engine(path, "few", ubatch=32, draft=WIDE)
-    engine.drafter = drafter = Scripted(len(prompt), expected, size)  # type: ignore[assignment]
+    engine.drafting.drafter = drafter = Scripted(len(prompt), expected, size)  # type: ignore[assignment]
     generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected
     r = generation.result
@@ -74,7 +74,7 @@ def test_speculated_equals_plain(arch: str, size: int, tiny: Tiny, open_engine: 
     assert r.spec.confirmed == N - 1
     # The state is the plain run's: the same next token's logits, up to the rounding of wider batches (gemma4's
     # activation goes through a half-precision table). A wrong state moves them by more than 1.
-    np.testing.assert_allclose(engine.context.logits(), logits, atol=0.03, rtol=0)
+    np.testing.assert_allclose(engine.sequence.context.logits(), logits, atol=0.03, rtol=0)
     if engine.layers:
         assert r.flash_split.total == r.prefill.bytes + r.decode.bytes
         assert sum(r.flash_split.bytes[c] for c in ("base", "accepted", "rejected")) == r.decode.bytes
@@ -86,9 +86,9 @@ def test_a_recurrent_model_drafts_no_further_than_it_can_go_back(tiny: Tiny, ope
     expected = ids(open_engine(path), prompt)
     for snapshots in (0, 2, 5):
         engine = open_engine(path, draft=WIDE, rs_snapshots=snapshots)
-        assert engine.context.recurrent
-        assert engine.widest_draft == snapshots
-        engine.drafter = Scripted(len(prompt), expected, 12)  # type: ignore[assignment]
+        assert engine.sequence.context.recurrent
+        assert engine.drafting.longest == snapshots
+        engine.drafting.drafter = Scripted(len(prompt), expected, 12)  # type: ignore[assignment]
         generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
         assert [t.id for t in generation] == expected
         assert generation.result.spec.drafted <= snapshots * generation.result.spec.drafted_steps
@@ -102,8 +102,8 @@ def test_a_memory_that_refuses_is_decoded_again(
     path, prompt = tiny("qwen3moe", "F32"), prompt_ids(24, 3)
     expected = ids(open_engine(path), prompt)
     engine = open_engine(path, "few", draft=WIDE)
-    engine.drafter = Scripted(len(prompt), expected, 6)  # type: ignore[assignment]
-    monkeypatch.setattr(engine.context, "truncate", lambda n: False)
+    engine.drafting.drafter = Scripted(len(prompt), expected, 6)  # type: ignore[assignment]
+    monkeypatch.setattr(engine.sequence.context, "truncate", lambda n: False)
     generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected
     spec = generation.result.spec
@@ -119,20 +119,20 @@ def test_the_limit_is_reached_inside_a_group(n: int, tiny: Tiny, open_engine: Op
     path, prompt = tiny("qwen3moe", "F32"), prompt_ids(24, 3)
     expected = ids(open_engine(path), prompt)
     engine = open_engine(path, draft=WIDE)
-    engine.drafter = Scripted(len(prompt), expected, 5)  # type: ignore[assignment]
+    engine.drafting.drafter = Scripted(len(prompt), expected, 5)  # type: ignore[assignment]
     generation = engine.generate(prompt, max_tokens=n, stop_at_end=False)
     assert [t.id for t in generation] == expected[:n]
     assert generation.result.stop == "length"
-    assert len(engine.cached_ids) == len(prompt) + n - 1, "nothing beyond what plain decoding computes"
+    assert len(engine.sequence.ids) == len(prompt) + n - 1, "nothing beyond what plain decoding computes"
 
 
 def test_the_context_fills_inside_a_group(tiny: Tiny, open_engine: OpenEngine) -> None:
     path, prompt = tiny("qwen3moe", "F32"), prompt_ids(230, 3)
     plain = open_engine(path)
     expected = ids(plain, prompt, 100)
-    assert len(expected) == plain.context.n_ctx - len(prompt) + 1
+    assert len(expected) == plain.sequence.context.n_ctx - len(prompt) + 1
     engine = open_engine(path, draft=WIDE)
-    engine.drafter = Scripted(len(prompt), expected, 7)  # type: ignore[assignment]
+    engine.drafting.drafter = Scripted(len(prompt), expected, 7)  # type: ignore[assignment]
     assert ids(engine, prompt, 100) == expected
 
 
@@ -142,14 +142,14 @@ def test_an_end_token_inside_a_group_ends_it(
     """A script whose eighth token ends a generation, drafted in groups that reach past it."""
     path, prompt = tiny("qwen3moe", "F32"), prompt_ids(24, 3)
     engine = open_engine(path, draft=WIDE)
-    end = next(t for t in range(engine.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
+    end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
     script = [*range(60, 67), end, *range(70, 100)]
-    engine.drafter = Scripted(len(prompt), script, 6)  # type: ignore[assignment]
+    engine.drafting.drafter = Scripted(len(prompt), script, 6)  # type: ignore[assignment]
     generation = engine.generate(prompt, max_tokens=len(script), script=script)
     assert [t.id for t in generation] == script[:8]
     assert generation.result.stop == "end"
     # The next generation is not led astray by what was decoded past the end.
-    engine.drafter = bmoe.engine.make_drafter(DraftSpec())
+    engine.drafting.drafter = bmoe.engine.make_drafter(DraftSpec())
     assert ids(engine, prompt, 10) == ids(open_engine(path), prompt, 10)
 
 

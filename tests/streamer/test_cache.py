@@ -235,7 +235,7 @@ def test_rejected_drafts_are_taken_out_of_the_cache(tiny: Tiny, open_engine: Ope
     path = tiny("qwen3moe", "Q8_0")
     engine = open_engine(path, 8, draft=DraftSpec(types=("ngram",), policy="always"))
     assert engine.cache is not None
-    with patch.object(engine, "cache", wraps=engine.cache) as spy:
+    with patch.object(engine.sequence.graphs, "cache", wraps=engine.cache) as spy:
         _, result = drive(engine, prompt_ids(20, seed=3) * 3, 40)
     rejected = [call.args[0] for call in spy.reject.call_args_list]
     assert rejected

@@ -254,7 +254,7 @@ class Logged:
 
     def __init__(self, engine: bmoe.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
-        context = engine.context
+        context = engine.sequence.context
         decode, decode_each, truncate = context.decode, context.decode_each, context.truncate
 
         def log(kind: str, what: Any) -> None:
@@ -292,10 +292,10 @@ def test_verify_batches_drop_by_position(
     settings = {"threads": 1, "ubatch": 16}
     draft = drafting.DraftSpec(types=("ngram",), policy="always")
     engine = open_engine(path, 14, cache_policy="lru", drop_cold_experts=0.9, draft=draft, **settings)
-    engine.drafter = Guessing()  # type: ignore[assignment]
+    engine.drafting.drafter = Guessing()  # type: ignore[assignment]
     log = Logged(engine, monkeypatch)
     generation = engine.generate(PROMPT, max_tokens=STEPS, stop_at_end=False)
-    ends = [engine.context.logits().copy() for _ in generation]
+    ends = [engine.sequence.context.logits().copy() for _ in generation]
     spec = generation.result.spec
     assert spec.drafted > 0
     with EditedResident(path, engine, 0.9, **settings) as model:

@@ -142,7 +142,7 @@ def test_verify_batches_are_guessed_at_too(tiny: Tiny, open_engine: OpenEngine) 
     for e in (plain, engine):
         generation = e.generate(phrase * 2, max_tokens=60, script=phrase * 2, stop_at_end=False)
         assert [t.id for t in generation] == phrase * 2
-        runs.append(e.context.logits().copy())
+        runs.append(e.sequence.context.logits().copy())
         assert generation.result.spec.accepted > 0
         split = generation.result.flash_split
         assert split.total == generation.result.prefill.bytes + generation.result.decode.bytes

@@ -138,7 +138,7 @@ def drive(engine: Any, prompt: Sequence[int], n: int) -> tuple[Run, Any]:
     generation = engine.generate(list(prompt), max_tokens=n, stop_at_end=False)
     for token in generation:
         run.tokens.append(token.id)
-        run.logits.append(engine.context.logits().copy())
+        run.logits.append(engine.sequence.context.logits().copy())
     return run, generation.result
 
 

@@ -56,14 +56,14 @@ class ForcedHead(MtpSource):
 
 def force(engine: bmoe.Engine, source: MtpSource) -> None:
     """Makes `source` the engine's head and its only drafter."""
-    engine.head = source
-    engine.drafter = bmoe.speculation.drafting.DrafterStack([source])
+    engine.sequence.head = source
+    engine.drafting.drafter = bmoe.speculation.drafting.DrafterStack([source])
 
 
 def head_state(engine: bmoe.Engine) -> bytes:
     """Keys, values and positions that the head's context holds."""
-    assert engine.head is not None
-    handle = engine.head.head.handle  # type: ignore[attr-defined]
+    assert engine.sequence.head is not None
+    handle = engine.sequence.head.head.handle  # type: ignore[attr-defined]
     buffer = (ctypes.c_uint8 * C.llama_state_seq_get_size(handle, 0))()
     n = C.llama_state_seq_get_data(handle, buffer, len(buffer), 0)
     return bytes(buffer[:n])
@@ -83,8 +83,8 @@ class Batch:
 
 def record(engine: bmoe.Engine) -> list[Batch]:
     """The list to which every graph of the engine's head is added."""
-    assert engine.head is not None
-    source, context = engine.head, engine.head.head
+    assert engine.sequence.head is not None
+    source, context = engine.sequence.head, engine.sequence.head.head
     run, batches = context.run, list[Batch]()
 
     def recorded(head: int, tokens: Sequence[int], rows: Any, position: int, outputs: bool) -> int:
@@ -168,8 +168,8 @@ def ids(engine: bmoe.Engine, prompt: Sequence[int], n: int = N, **settings: Any)
 
 
 def head_of(engine: bmoe.Engine) -> mtp.MtpSource:
-    assert engine.head is not None
-    return engine.head
+    assert engine.sequence.head is not None
+    return engine.sequence.head
 
 
 def close_state(a: bytes, b: bytes) -> None:

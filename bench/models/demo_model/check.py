@@ -64,14 +64,15 @@ def llama_logits(path: Path, ids: list[int]) -> tuple[Logits, Logits]:
     draft = DraftSpec(types=("mtp",), draft=1)
     trunk, head = [], []
     with bmoe.Engine.open(path, ctx=len(ids) + 8, threads=1, draft=draft) as engine:
-        assert engine.head is not None
-        context = engine.head.head
+        assert engine.sequence.head is not None
+        context, rows = engine.sequence.head.head, engine.sequence.rows
+        assert rows is not None
         before = None
         for position, token in enumerate(ids):
-            if code := engine.context.decode(np.array([token], np.int32)):
+            if code := engine.sequence.context.decode(np.array([token], np.int32)):
                 raise RuntimeError(f"llama.cpp's decode failed with code {code}")
-            trunk.append(engine.context.logits().copy())
-            row = engine.target_rows.last(1).copy()
+            trunk.append(engine.sequence.context.logits().copy())
+            row = rows.last(1).copy()
             if before is not None:
                 if code := context.run(0, [token], before, position, True):
                     raise RuntimeError(f"llama.cpp's decode of the head failed with code {code}")

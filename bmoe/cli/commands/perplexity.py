@@ -121,7 +121,7 @@ class Measurement:
             finally:
                 scoring.close()
                 tokens = scoring.result.token_ids[: len(scoring.nll)]
-                self.tally.add(scoring.nll[: len(tokens)], text_bytes(self.engine, tokens))
+                self.tally.add(scoring.nll[: len(tokens)], text_bytes(self.engine.model, tokens))
                 self.prefill = self.prefill.plus(scoring.result.prefill)
                 self.decode = self.decode.plus(scoring.result.decode)
                 self.prefilled += len(ids) - 1 - scoring.result.decode_steps
