@@ -61,13 +61,6 @@ CELLS: dict[str, dict[str, Any]] = {
         "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
         "policy": "always",
     },
-    "mod,mtp 3, extend": {
-        "types": ("ngram-mod", "mtp"),
-        "draft": 3,
-        "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
-        "extend": True,
-        "policy": "always",
-    },
     **{
         f"mtp {n}, p {p}, adaptive": {"types": ("mtp",), "draft": n, "mtp_p_min": p} for n in (3, 8) for p in (0.0, 0.6)
     },

@@ -123,7 +123,6 @@ _CONFIGS: dict[str, type[NgramConfig] | type[MapConfig] | type[ModConfig]] = {
     "ngram-map-k4v": MapConfig,
     "ngram-mod": ModConfig,
 }
-_VARIANTS = {"ngram-map-k4v": "dominant", "ngram-mod": "key_check"}
 
 
 def make(name: str, *, compat: bool = False, **config: Any) -> _drafters.Drafter:
@@ -132,34 +131,27 @@ def make(name: str, *, compat: bool = False, **config: Any) -> _drafters.Drafter
     Args:
         name: one of TYPES.
         compat: draft what llama.cpp's own drafter would, token for token, defects included.
-        config: the fields of its config class (NgramConfig, MapConfig, ModConfig), and the variants
-            `dominant=True` (ngram-map-k4v) and `key_check=True` (ngram-mod), which exclude compat.
+        config: the fields of its config class (NgramConfig, MapConfig, ModConfig).
 
     Raises UsageError for an unknown name or setting, or a value out of range.
     """
     if name not in _CONFIGS:
         raise UsageError(f"--spec-type: {name!r} is none of {', '.join(TYPES)}")
-    variant = _VARIANTS.get(name, "")
-    variants = {variant: bool(config.pop(variant))} if variant in config else {}
-    if compat and any(variants.values()):
-        raise UsageError(f"{name}: {variant} is not llama.cpp's behaviour: use it without compat")
     known = [f.name for f in fields(_CONFIGS[name])]
     unknown = [key for key in config if key not in known]
     if unknown:
-        raise UsageError(
-            f"{name}: no setting {unknown[0]!r}; it has {', '.join([*known, 'compat', variant]).rstrip(', ')}"
-        )
+        raise UsageError(f"{name}: no setting {unknown[0]!r}; it has {', '.join([*known, 'compat'])}")
     settings = _CONFIGS[name](**config)
     if isinstance(settings, NgramConfig):
         settings.check()
         return _drafters.Ngram(compat=compat, **vars(settings))
     if isinstance(settings, ModConfig):
         settings.check()
-        return _drafters.NgramMod(compat=compat, **vars(settings), **variants)
+        return _drafters.NgramMod(compat=compat, **vars(settings))
     settings.check(name)
     if name == "ngram-simple":
         return _drafters.NgramSimple(compat=compat, **vars(settings))
-    return _drafters.NgramMap(four_values=name == "ngram-map-k4v", compat=compat, **vars(settings), **variants)
+    return _drafters.NgramMap(four_values=name == "ngram-map-k4v", compat=compat, **vars(settings))
 
 
 @dataclass(frozen=True)
@@ -171,7 +163,6 @@ class DraftSpec:
     policy: "adaptive" verifies the part of a draft that is expected to pay (`draft_width`), "always" all of it.
     n_max: no draft is longer (--spec-draft-n-max); None leaves each source its own length.
     mtp_p_min: `mtp` stops before a token that its head gives less than this probability (--mtp-p-min).
-    extend: what `mtp` has drafted is offered to the other types to go on from (--spec-extend).
     """
 
     types: tuple[str, ...] = ()
@@ -179,7 +170,6 @@ class DraftSpec:
     n_max: int | None = None
     policy: DraftPolicy = "adaptive"
     mtp_p_min: float = 0.0
-    extend: bool = False
     ngram: NgramConfig = field(default_factory=NgramConfig)
     ngram_simple: MapConfig = field(default_factory=MapConfig)
     ngram_map_k: MapConfig = field(default_factory=MapConfig)
@@ -199,8 +189,6 @@ class DraftSpec:
             raise UsageError(f"--draft-policy: {self.policy!r} is none of {', '.join(DRAFT_POLICIES)}")
         if not 0.0 <= self.mtp_p_min <= 1.0:
             raise UsageError(f"--mtp-p-min: {self.mtp_p_min} is out of range, give 0 (never stops) to 1")
-        if self.extend and (MTP not in self.types or len(self.types) < 2):
-            raise UsageError("--spec-extend needs mtp and a type that goes on from it: --spec-type ngram-mod,mtp")
         self.ngram.check()
         for name in ("ngram-simple", "ngram-map-k", "ngram-map-k4v"):
             config = self.config(name)
@@ -226,32 +214,26 @@ class DraftSpec:
 
     def longest(self) -> int:
         """The most tokens that any of the types drafts at once: what a verify batch must have room for, less one."""
-        sizes = [0]
+        sizes = [self.draft if MTP in self.types else 0]
         for name in (name for name in self.types if name != MTP):
             config = self.config(name)
             sizes.append(config.size_m if isinstance(config, MapConfig) else config.n_max)
         longest = max(sizes)
-        if MTP in self.types:
-            longest = longest + self.draft if self.extend else max(longest, self.draft)
         return longest if self.n_max is None else min(longest, self.n_max)
 
 
 class DrafterStack:
     """The decode loop's drafter: sources in order of precedence, of which the first that drafts wins.
 
-    Without sources it never drafts, which is plain decoding. `extend`: a draft of the last source is offered to the
-    others, in order, as if it had been confirmed; the first that knows how it goes on makes it longer. `free_only`:
-    sources that take time to draft (their attribute `costs`) are not asked.
+    Without sources it never drafts, which is plain decoding. `free_only`: sources that take time to draft (their
+    attribute `costs`) are not asked.
     """
 
-    def __init__(self, sources: Sequence[Source] = (), n_max: int | None = None, extend: bool = False) -> None:
+    def __init__(self, sources: Sequence[Source] = (), n_max: int | None = None) -> None:
         self.sources = tuple(sources)
         self.n_max = n_max
-        self.extend = extend
         self.free_only = False
         self._winner: Source | None = None
-        self._extender: Source | None = None
-        self._own = 0  # tokens of the winner's, before the extender's
 
     @property
     def name(self) -> str:
@@ -269,13 +251,8 @@ class DrafterStack:
 
     @property
     def winner(self) -> str | None:
-        """The source whose draft is waiting for `accept`, as in "mtp", or "mtp+ngram" where another has extended it.
-
-        None after an abstention.
-        """
-        if self._winner is None:
-            return None
-        return f"{self._winner.name}+{self._extender.name}" if self._extender is not None else self._winner.name
+        """The source whose draft is waiting for `accept`; None after an abstention."""
+        return None if self._winner is None else self._winner.name
 
     @property
     def matched(self) -> int:
@@ -284,7 +261,7 @@ class DrafterStack:
 
     def begin(self, prompt: Tokens | Sequence[int]) -> None:
         """Starts a request with its prompt: int32[n]."""
-        self._winner = self._extender = None
+        self._winner = None
         tokens = np.ascontiguousarray(prompt, np.int32)
         for source in self.sources:
             source.begin(tokens)
@@ -294,7 +271,7 @@ class DrafterStack:
 
         Empty when every source abstains, when the history is empty, and for `n_max` 0.
         """
-        self._winner = self._extender = None
+        self._winner = None
         if self.n_max is not None:
             n_max = self.n_max if n_max is None else min(n_max, self.n_max)
         if len(history) == 0 or n_max == 0:
@@ -305,50 +282,26 @@ class DrafterStack:
                 continue
             tokens = source.draft(before, last, n_max)
             if len(tokens):
-                self._winner, self._own = source, len(tokens)
-                more = self._extension(history, tokens, n_max) if self.extend else _NO_TOKENS
-                return np.concatenate([tokens, more]) if len(more) else tokens
-        return _NO_TOKENS
-
-    def _extension(self, history: Tokens, draft: Tokens, n_max: int | None) -> Tokens:
-        """What another source expects after the last source's `draft`; empty where there is nothing."""
-        room = None if n_max is None else n_max - len(draft)
-        if self._winner is not self.sources[-1] or room == 0:
-            return _NO_TOKENS
-        so_far = np.concatenate([history, draft])
-        for source in self.sources[:-1]:
-            more = source.draft(so_far[:-1], int(so_far[-1]), room)
-            if len(more):
-                self._extender = source
-                return more
+                self._winner = source
+                return tokens
         return _NO_TOKENS
 
     def trim(self, n: int) -> None:
         """Only the first `n` tokens of the last draft are verified; 0: none, and nobody is told of it."""
         if self._winner is None:
             return
-        if self._extender is None:
-            self._winner.trim(n)
-        else:
-            self._winner.trim(min(n, self._own))
-            self._extender.trim(max(0, n - self._own))
-            if n <= self._own:
-                self._extender = None
+        self._winner.trim(n)
         if n == 0:
             self._winner = None
 
     def accept(self, n_accepted: int) -> None:
         """Reports that the target confirmed `n_accepted` tokens of the last draft; nothing after an abstention."""
         winner, self._winner = self._winner, None
-        extender, self._extender = self._extender, None
         if winner is None:
             return
-        winner.accept(min(n_accepted, self._own) if extender is not None else n_accepted)
+        winner.accept(n_accepted)
         for source in self.sources:
-            if source is extender and n_accepted >= self._own:
-                source.accept(n_accepted - self._own)
-            elif source is not winner:
-                # An extension of what was refused has not been tried.
+            if source is not winner:
                 source.accept(n_accepted, True)
 
 
@@ -357,7 +310,7 @@ def make_drafter(spec: DraftSpec, draft_model: Source | None = None) -> DrafterS
     sources: list[Source] = [make(name, **vars(spec.config(name))) for name in spec.ordered() if name != MTP]
     if draft_model is not None:
         sources.append(draft_model)
-    return DrafterStack(sources, spec.n_max, spec.extend and draft_model is not None)
+    return DrafterStack(sources, spec.n_max)
 
 
 # The command line. (flag, type it belongs to, field of its config, help); defaults are None so that a flag given
@@ -396,9 +349,6 @@ def add_draft_flags(group: argparse._ActionsContainer) -> None:
         type=float,
         metavar="F",
         help="mtp: stop before a token that the head gives less than this probability (default: 0)",
-    )
-    group.add_argument(
-        "--spec-extend", action="store_true", help="mtp: let the other types go on from what the head has drafted"
     )
     group.add_argument(
         "--spec-draft-n-max",
@@ -452,7 +402,6 @@ def spec_from_args(args: argparse.Namespace) -> DraftSpec:
         n_max=args.spec_draft_n_max,
         policy=args.draft_policy or DraftSpec.policy,
         mtp_p_min=DraftSpec.mtp_p_min if args.mtp_p_min is None else args.mtp_p_min,
-        extend=args.spec_extend,
         ngram=NgramConfig(**given["ngram"]),
         ngram_simple=MapConfig(**given["ngram-simple"]),
         ngram_map_k=MapConfig(**given["ngram-map-k"]),

@@ -63,7 +63,6 @@ def test_make_makes_each_by_name() -> None:
     [
         ("ngram-cache", {}, "--spec-type: 'ngram-cache' is none of ngram-simple, "),
         ("ngram", {"size_n": 3}, "ngram: no setting 'size_n'; it has n_max, min_match, max_match, compat"),
-        ("ngram-simple", {"dominant": True}, "ngram-simple: no setting 'dominant'"),
         ("ngram-map-k", {"size_n": 0}, "--spec-ngram-map-k-size-n: 0 is out of range, give 1 to 1024"),
         ("ngram-map-k4v", {"size_m": 1025}, "--spec-ngram-map-k4v-size-m: 1025 is out of range, give 1 to 1024"),
         ("ngram-simple", {"min_hits": -1}, "--spec-ngram-simple-min-hits: -1 is out of range"),
@@ -71,8 +70,7 @@ def test_make_makes_each_by_name() -> None:
         ("ngram-mod", {"table_size": 0}, "table_size: 0 is out of range"),
         ("ngram", {"n_max": 0}, "--draft: 0 is out of range"),
         ("ngram", {"min_match": 20}, "--ngram-max-match: 16 is below --ngram-min-match 20"),
-        ("ngram-mod", {"key_check": True, "compat": True}, "ngram-mod: key_check is not llama.cpp's behaviour"),
-        ("ngram-map-k4v", {"dominant": True, "compat": True}, "ngram-map-k4v: dominant is not llama.cpp's"),
+        ("ngram-mod", {"n_match": 9, "size_m": 9}, "ngram-mod: no setting 'size_m'; it has n_match, n_min, n_max, "),
     ],
 )
 def test_make_refuses(name: str, config: dict[str, Any], message: str) -> None:
@@ -103,7 +101,6 @@ def test_flags() -> None:
     assert parse("--mtp --draft 5").longest() == 5
     assert parse("--mtp --draft 5 --spec-draft-n-max 2").longest() == 2
     assert parse("--spec-type ngram-mod,mtp").longest() == 64
-    assert parse("--spec-type ngram-mod,mtp --spec-extend").longest() == 67
     assert parse("--spec-draft-n-max 0 --ngram").longest() == 0
     spec = parse(
         "--spec-type ngram-map-k4v,ngram-mod --spec-ngram-map-k4v-size-n 8 --spec-ngram-map-k4v-size-m 9"
@@ -136,8 +133,6 @@ def test_flags() -> None:
         ("--mtp --mtp-p-min 1.5", "--mtp-p-min: 1.5 is out of range, give 0 (never stops) to 1"),
         ("--mtp --mtp-p-min nan", "--mtp-p-min: nan is out of range"),
         ("--mtp --draft 0", "--draft: 0 is out of range"),
-        ("--mtp --spec-extend", "--spec-extend needs mtp and a type that goes on from it"),
-        ("--spec-extend --ngram", "--spec-extend needs mtp and a type that goes on from it"),
         ("--ngram-min-match 3", "--ngram-min-match has no effect without --spec-type ngram"),
         ("--ngram --spec-ngram-mod-n-max 9", "--spec-ngram-mod-n-max has no effect without --spec-type ngram-mod"),
         ("--ngram --draft 0", "--draft: 0 is out of range, give 1 to 1024"),
@@ -196,52 +191,6 @@ def test_first_that_drafts_wins_and_the_others_are_told() -> None:
     assert [kind for source in (a, b, c) for kind, *_ in source.told] == ["draft"] * 3
     assert stack.nbytes == 30
     assert set(stack.stats) == {"a", "b", "c"}
-
-
-def test_text_extends_what_the_head_drafted() -> None:
-    """The first of the others that knows how the head's draft goes on; judged only where that was accepted whole."""
-    for accepted, told in ((5, [3, True, (3, False)]), (3, [3, True, (1, False)]), (2, [2, True, (0, False)]),
-                           (1, [1, True, (1, True)])):  # fmt: skip
-        a, b, head = Fake("a", [], []), Fake("b", [], [7, 8, 9]), Fake("mtp", [5, 6])
-        stack = DrafterStack([a, b, head], extend=True)
-        assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [5, 6, 7, 8, 9]
-        assert stack.winner == "mtp+b"
-        asked = [("draft", [1], 2, 9), ("draft", [1, 2, 5], 6, 7)]
-        assert a.told == b.told == asked
-        stack.accept(accepted)
-        assert head.told == [("draft", [1], 2, 9), ("accept", min(accepted, 2), False)]
-        assert a.told == [*asked, ("accept", accepted, True)]
-        assert b.told == [*asked, ("accept", *told[2])]
-    # What one of the others drafts itself is not extended, nor a draft that fills the room.
-    a, head = Fake("a", [4], []), Fake("mtp", [5, 6])
-    stack = DrafterStack([a, head], extend=True)
-    assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [4]
-    assert stack.draft(np.array([1, 2], np.int32), 2).tolist() == [5, 6]
-    stack.accept(2)
-    assert [kind for kind, *_ in a.told] == ["draft", "draft", "accept"]
-
-
-def test_a_cut_draft_is_settled_with_who_made_it() -> None:
-    for cut, trims, accepts in (
-        (5, (2, 3), [("accept", 2, False), ("accept", 3, False)]),
-        (3, (2, 1), [("accept", 2, False), ("accept", 1, False)]),
-        (2, (2, 0), [("accept", 2, False), ("accept", 2, True)]),
-        (1, (1, 0), [("accept", 1, False), ("accept", 1, True)]),
-    ):
-        text, head = Fake("a", [], [7, 8, 9]), Fake("mtp", [5, 6])
-        stack = DrafterStack([text, head], extend=True)
-        assert len(stack.draft(np.array([1, 2], np.int32), 9)) == 5
-        stack.trim(cut)
-        stack.accept(cut)
-        assert head.told[-2:] == [("trim", trims[0]), accepts[0]]
-        assert text.told[-2:] == [("trim", trims[1]), accepts[1]]
-    text, head = Fake("a", [], [7]), Fake("mtp", [5, 6])
-    stack = DrafterStack([text, head], extend=True)
-    stack.draft(np.array([1, 2], np.int32), 9)
-    stack.trim(0)
-    stack.accept(0)
-    assert stack.winner is None
-    assert [entry for entry in head.told + text.told if entry[0] == "accept"] == []
 
 
 def test_what_costs_is_not_asked_for_nothing() -> None:
