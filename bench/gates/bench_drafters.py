@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 
 from bench.gates import native, scripts
 from bench.gates.gate import timed
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import replay
 
 Tokens = npt.NDArray[np.int32]

@@ -23,7 +23,7 @@ from ..llama.head import HeadContext, TargetRows
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from ..speculation import mtp
 from ..speculation.draft_width import make_pace
-from ..speculation.drafting import make_drafter
+from ..speculation.drafters import make_drafter
 from ..streamer import _cache, _reads, _streamer
 from . import demo
 from .config import EngineConfig, Sampling

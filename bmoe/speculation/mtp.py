@@ -134,7 +134,7 @@ class PendingRows:
 
 
 class MtpSource:
-    """A source of drafts (`bmoe.speculation.drafting.Source`) that asks the model's own head.
+    """A source of drafts (`bmoe.speculation.drafters.Source`) that asks the model's own head.
 
     `n_max`: tokens drafted at most. `p_min`: a token that the head gives less than this probability, of all the
     vocabulary, is not drafted, and ends the draft. `limit`: rows that may wait while the pace does not ask; as many as

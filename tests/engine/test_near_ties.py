@@ -12,7 +12,7 @@ from reference import prompt_ids
 
 import bmoe
 from bmoe.speculation import draft_width
-from bmoe.speculation.drafting import DraftSpec, ModConfig, NgramConfig, make_drafter
+from bmoe.speculation.drafters import DraftSpec, ModConfig, NgramConfig, make_drafter
 from bmoe.speculation.verify import Tokens
 
 N = 150

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation.draft_width import Adaptive, Always, Holding, Pace, make_pace
 
 # Time of a verify batch in plain steps, by its positions: experts streamed through a small cache, and everything

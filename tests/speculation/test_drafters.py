@@ -13,7 +13,7 @@ import reference_drafters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import Drafter, replay
 
 LONG = 131072

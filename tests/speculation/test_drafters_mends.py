@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import Drafter
 
 MAPS = ("ngram-map-k", "ngram-map-k4v")

@@ -1,4 +1,4 @@
-"""Names, settings, flags, precedence: bmoe/speculation/drafting.py."""
+"""Names, settings, flags, precedence: bmoe/speculation/drafters.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bmoe import drafting
 from bmoe.errors import UsageError
-from bmoe.speculation import drafting
-from bmoe.speculation.drafting import DrafterStack, DraftSpec, MapConfig, ModConfig, NgramConfig, make, make_drafter
+from bmoe.speculation import drafters
+from bmoe.speculation.drafters import DrafterStack, DraftSpec, MapConfig, ModConfig, NgramConfig, make, make_drafter
 
 DEMO = Path(__file__).parents[2] / "bmoe" / "data"
 
@@ -42,8 +43,8 @@ class Fake:
 
 def parse(line: str) -> DraftSpec:
     parser = argparse.ArgumentParser()
-    drafting.add_draft_flags(parser.add_argument_group("drafting"))
-    return drafting.spec_from_args(parser.parse_args(shlex.split(line)))
+    drafters.add_draft_flags(parser.add_argument_group("drafting"))
+    return drafters.spec_from_args(parser.parse_args(shlex.split(line)))
 
 
 def test_make_makes_each_by_name() -> None:

@@ -33,7 +33,7 @@ from tiny_mtp import (
 
 import bmoe
 from bmoe.speculation import mtp
-from bmoe.speculation.drafting import DrafterStack, DraftSpec, ModConfig
+from bmoe.speculation.drafters import DrafterStack, DraftSpec, ModConfig
 
 # ---- output -----------------------------------------------------------------------------------------
 

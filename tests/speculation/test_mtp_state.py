@@ -28,7 +28,7 @@ from tiny_mtp import (
 
 import bmoe
 from bmoe.speculation import draft_width, mtp
-from bmoe.speculation.drafting import DrafterStack
+from bmoe.speculation.drafters import DrafterStack
 
 # ---- state ------------------------------------------------------------------------------------------
 
