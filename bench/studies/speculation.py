@@ -83,7 +83,7 @@ def cells_of(text: str) -> list[str]:
 
 
 def make_spec(cell: dict[str, Any]) -> Any:
-    from bmoe.speculation.drafters import DraftSpec, MapConfig, ModConfig, NgramConfig
+    from bmoe.speculation import DraftSpec, MapConfig, ModConfig, NgramConfig
 
     kinds = {"ngram": NgramConfig, "ngram_mod": ModConfig}
     return DraftSpec(
@@ -149,8 +149,8 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
     """One generation from an empty sequence, drafted as the cell says: its result."""
+    from bmoe.speculation import make_drafter
     from bmoe.speculation.draft_width import make_pace
-    from bmoe.speculation.drafters import make_drafter
 
     spec = make_spec(CELLS[name])
     engine.head = head if "mtp" in spec.types else None

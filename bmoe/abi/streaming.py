@@ -80,7 +80,7 @@ def overrides(files: Files) -> str:
     (OPENS, "names: bindings of --mtp"),
 )
 def on_demand(files: Files) -> str:
-    from ..speculation.drafters import DraftSpec
+    from ..speculation import DraftSpec
 
     found = []
     for draft in (DraftSpec(), DraftSpec(types=("mtp",))):
@@ -297,6 +297,6 @@ def snapshots(files: Files) -> str:
 
 
 def _drafts(n: int) -> Any:
-    from ..speculation.drafters import DraftSpec
+    from ..speculation import DraftSpec
 
     return DraftSpec(types=("ngram",), draft=n)

@@ -21,9 +21,8 @@ from ..host import _memory, memory
 from ..llama import llama
 from ..llama.head import HeadContext, TargetRows
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
-from ..speculation import mtp
+from ..speculation import make_drafter, mtp
 from ..speculation.draft_width import make_pace
-from ..speculation.drafters import make_drafter
 from ..streamer import _cache, _reads, _streamer
 from . import demo
 from .config import EngineConfig, Sampling

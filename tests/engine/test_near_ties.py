@@ -11,8 +11,7 @@ import pytest
 from reference import prompt_ids
 
 import bmoe
-from bmoe.speculation import draft_width
-from bmoe.speculation.drafters import DraftSpec, ModConfig, NgramConfig, make_drafter
+from bmoe.speculation import DraftSpec, ModConfig, NgramConfig, draft_width, make_drafter
 from bmoe.speculation.verify import Tokens
 
 N = 150

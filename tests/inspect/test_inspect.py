@@ -30,7 +30,7 @@ from bmoe.errors import MemoryBudgetError
 from bmoe.host.memory import MemoryFacts
 from bmoe.inspect import forecast, measurement
 from bmoe.inspect.inspection import inspect_model
-from bmoe.speculation.drafters import DraftSpec
+from bmoe.speculation import DraftSpec
 
 MiB = 1 << 20
 MOE = [arch for arch in ARCHES if arch != "llama"]

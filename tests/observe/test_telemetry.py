@@ -27,7 +27,7 @@ from bmoe.host import _memory, memory
 from bmoe.host.probe import Probe
 from bmoe.observe import recorder
 from bmoe.observe.telemetry import csv_row, json_line
-from bmoe.speculation.drafters import DraftSpec
+from bmoe.speculation import DraftSpec
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
 FAST = ("-t", "1", "-c", "512")

@@ -32,8 +32,7 @@ from tiny_mtp import (
 )
 
 import bmoe
-from bmoe.speculation import mtp
-from bmoe.speculation.drafters import DrafterStack, DraftSpec, ModConfig
+from bmoe.speculation import DrafterStack, DraftSpec, ModConfig, mtp
 
 # ---- output -----------------------------------------------------------------------------------------
 

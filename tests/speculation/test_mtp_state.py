@@ -27,8 +27,7 @@ from tiny_mtp import (
 )
 
 import bmoe
-from bmoe.speculation import draft_width, mtp
-from bmoe.speculation.drafters import DrafterStack
+from bmoe.speculation import DrafterStack, draft_width, mtp
 
 # ---- state ------------------------------------------------------------------------------------------
 

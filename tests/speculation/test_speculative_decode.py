@@ -10,7 +10,7 @@ from conftest import OpenEngine, Tiny
 from reference import prompt_ids
 
 import bmoe
-from bmoe.speculation.drafters import DraftSpec, MapConfig, ModConfig, make_drafter
+from bmoe.speculation import DraftSpec, MapConfig, ModConfig, make_drafter
 from bmoe.speculation.verify import Tokens
 
 # What is drafted must depend on the text alone: counters are compared exactly.

@@ -18,8 +18,7 @@ from tiny_models import _Model, write_tiny
 
 import bmoe
 from bmoe.llama.head import HEADS
-from bmoe.speculation import mtp
-from bmoe.speculation.drafters import DraftSpec
+from bmoe.speculation import DrafterStack, DraftSpec, mtp
 from bmoe.speculation.mtp import MtpSource
 
 TinyMtp = Callable[..., Path]
@@ -57,7 +56,7 @@ class ForcedHead(MtpSource):
 def force(engine: bmoe.Engine, source: MtpSource) -> None:
     """Makes `source` the engine's head and its only drafter."""
     engine.head = source
-    engine.drafter = bmoe.speculation.drafters.DrafterStack([source])
+    engine.drafter = DrafterStack([source])
 
 
 def head_state(engine: bmoe.Engine) -> bytes:
