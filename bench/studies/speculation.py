@@ -149,8 +149,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
     """One generation from an empty sequence, drafted as the cell says: its result."""
-    from bmoe.speculation import make_drafter
-    from bmoe.speculation.draft_width import make_pace
+    from bmoe.speculation import make_draft_width, make_drafter
 
     spec = make_spec(CELLS[name])
     engine.head = head if "mtp" in spec.types else None
@@ -160,7 +159,7 @@ def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
         else:
             head.n_max, head.p_min = spec.draft, spec.mtp_p_min
     engine.drafter = make_drafter(spec, engine.head)
-    engine.pace = make_pace(spec.policy)
+    engine.draft_width = make_draft_width(spec.policy)
     engine.context.clear()
     engine.cached_ids.clear()
     g = engine.generate(run.prompt, max_tokens=run.tokens, script=run.forced, stop_at_end=False)

@@ -21,8 +21,7 @@ from ..host import _memory, memory
 from ..llama import llama
 from ..llama.head import HeadContext, TargetRows
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
-from ..speculation import make_drafter, mtp
-from ..speculation.draft_width import make_pace
+from ..speculation import make_draft_width, make_drafter, mtp
 from ..streamer import _cache, _reads, _streamer
 from . import demo
 from .config import EngineConfig, Sampling
@@ -173,7 +172,7 @@ class Engine:
         if config.draft.types and not self.widest_draft:
             none = "--rs-snapshots 0" if not config.rs_snapshots else f"llama.cpp keeps none of {file.arch}"
             self.notes.append(f"nothing is drafted: there are no recurrent states to go back to ({none})")
-        self.pace = make_pace(config.draft.policy)
+        self.draft_width = make_draft_width(config.draft.policy)
         self.buffers = self.context.buffers
         self.head: mtp.MtpSource | None = None
         if n_heads and self.widest_draft:

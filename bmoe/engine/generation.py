@@ -186,9 +186,9 @@ class Generation:
             clock.switch(LOOP)
             if ended(first):
                 return
-            engine.pace.begin()
+            engine.draft_width.begin()
             steps = verify_steps(
-                self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.pace, clock
+                self, engine.drafter, list(ids), first, max_tokens - 1, engine.widest_draft, engine.draft_width, clock
             )
             for step in steps:
                 result.spec.count(step.drafted, step.accepted, len(step.confirmed))
@@ -242,7 +242,7 @@ class Generation:
         head = self._engine.head
         if head is not None and head.behind > mtp.WIDTH:
             # Not asked for long: others have drafted, or it does not pay, and then neither does catching up.
-            if self._engine.pace.ready():
+            if self._engine.draft_width.ready():
                 self._feed_head()
             elif head.behind >= head.limit:
                 head.skip()

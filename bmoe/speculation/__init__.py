@@ -7,14 +7,32 @@ part of the face: it needs llama.cpp's side, the others work without a model.
 Imports: accounting, gguf, llama.
 """
 
-from .draft_width import DRAFT_POLICIES, DraftPolicy, Pace, make_pace
+from .draft_width import DRAFT_POLICIES, DraftPolicy, DraftWidth, make_draft_width
 from .drafters import DrafterStack, Source, make_drafter
 from .settings import ALL_TYPES, CONFIGS, MTP, TYPES, DraftSpec, MapConfig, ModConfig, NgramConfig
 from .verify import Choice, Drafter, Step, Target, Tokens, accepted_prefix, verify_steps
 
 __all__ = [
-    "ALL_TYPES", "CONFIGS", "DRAFT_POLICIES", "MTP", "TYPES",
-    "Choice", "DraftPolicy", "DraftSpec", "Drafter", "DrafterStack", "MapConfig", "ModConfig", "NgramConfig", "Pace",
-    "Source", "Step", "Target", "Tokens",
-    "accepted_prefix", "make_drafter", "make_pace", "verify_steps",
+    "ALL_TYPES",
+    "CONFIGS",
+    "DRAFT_POLICIES",
+    "MTP",
+    "TYPES",
+    "Choice",
+    "DraftPolicy",
+    "DraftSpec",
+    "DraftWidth",
+    "Drafter",
+    "DrafterStack",
+    "MapConfig",
+    "ModConfig",
+    "NgramConfig",
+    "Source",
+    "Step",
+    "Target",
+    "Tokens",
+    "accepted_prefix",
+    "make_draft_width",
+    "make_drafter",
+    "verify_steps",
 ]  # fmt: skip

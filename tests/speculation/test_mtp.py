@@ -295,7 +295,7 @@ def test_the_command_line_refuses(tiny: Any) -> None:
 
 @models
 @pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_the_pace_decides_when_the_head_is_asked(
+def test_the_draft_width_decides_when_the_head_is_asked(
     arch: str, heads: int, wrong: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
 ) -> None:
     """With --draft-policy adaptive, the default: the same output, and no graph of the head before a plain step."""

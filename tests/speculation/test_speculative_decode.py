@@ -43,7 +43,7 @@ class Scripted:
     matched = 0
 
     def trim(self, n: int) -> None:
-        raise AssertionError("the pace here is Always")
+        raise AssertionError("the draft width here is Always")
 
     def accept(self, n_accepted: int) -> None:
         self.accepted += n_accepted
