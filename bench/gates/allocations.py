@@ -30,10 +30,11 @@ if __package__ in (None, ""):
 from bench.gates import scripts
 from bench.gates.moe_graph import MoeGraph
 from bench.gates.scripted_model import PROMPT, SCRIPT, open_engine, write_model
+from bmoe import drafting
 from bmoe.host import _memory
 from bmoe.host._memory import Region
 from bmoe.llama import _ggml
-from bmoe.speculation import _drafters, drafting
+from bmoe.speculation import _drafters
 from bmoe.streamer import _admission, _cache, _reads, _route_log, _router, _streamer
 
 MODULES = (_cache, _drafters, _ggml, _reads, _memory, _streamer, _router, _route_log, _admission)

@@ -26,7 +26,7 @@ from bench.gates import native
 from bench.gates.gate import timed
 from bench.gates.scripted_model import PROMPT, SCRIPT, open_engine, write_model
 from bmoe.host._memory import Region
-from bmoe.speculation.drafting import DraftSpec, MapConfig, ModConfig, NgramConfig
+from bmoe.speculation import DraftSpec, MapConfig, ModConfig, NgramConfig
 from bmoe.streamer._reads import IO_ROW
 
 

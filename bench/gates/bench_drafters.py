@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 
 from bench.gates import native, scripts
 from bench.gates.gate import timed
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import replay
 
 Tokens = npt.NDArray[np.int32]
@@ -186,15 +186,11 @@ def quality() -> None:
         )
     )
     for name, config in QUALITY:
-        variants = ["", "dominant"] if name == "ngram-map-k4v" else ["", "key_check"] if name == "ngram-mod" else [""]
-        if name != "ngram":
-            variants.insert(0, "compat")
-        for variant in variants:
+        for compat in (False,) if name == "ngram" else (True, False):
             steps = drafts = accepted = drafted = tokens = 0
             logs = []
             for s in streams:
-                settings: dict[str, Any] = {**config, **({variant: True} if variant else {})}
-                drafter = drafting.make(name, **settings)
+                drafter = drafting.make(name, compat=compat, **config)
                 n, _, hit, sizes, _ = replay(drafter, np.array(s["tokens"], np.int32), s["prompt_len"])
                 took = (n - len(sizes)) * batch_ms(1) + sum(batch_ms(1 + int(size)) for size in sizes)
                 target = len(s["tokens"]) - 1 - s["prompt_len"]
@@ -203,7 +199,7 @@ def quality() -> None:
                 accepted, drafted = accepted + int(hit.sum()), drafted + int(sizes.sum())
             given = ",".join(f"{key}={value}" for key, value in config.items())
             print(
-                f"{name:15} {variant or 'default':9} {given:42} {steps:6}"
+                f"{name:15} {'compat' if compat else 'default':9} {given:42} {steps:6}"
                 f" {drafts / steps:9.1%} {accepted / max(drafted, 1):9.1%} {drafted:8} {tokens / steps:9.2f}"
                 f" {math.exp(sum(logs) / len(logs)):9.3f}"
             )

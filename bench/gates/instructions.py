@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 
 from bench.gates import native, scripts
 from bench.gates.scripts import EXPERTS, LAYERS, SLOTS, USED
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import replay
 from bmoe.streamer._cache import ExpertCache
 

@@ -35,7 +35,7 @@ import numpy.typing as npt
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import replay
 
 PINNED = "llama-cpp-python==0.3.36"

@@ -111,7 +111,7 @@ def record(engine: Engine, name: str, prompt: list[int], n: int) -> Record:
 
     `engine` is open with the head (`types=("mtp",)`); its head and drafter are as before afterwards.
     """
-    from bmoe.speculation.drafting import DrafterStack
+    from bmoe.speculation import DrafterStack
 
     assert engine.sequence.head is not None
     if engine.sequence.head.head.n_heads > 1:
@@ -157,7 +157,7 @@ def show(found: Record) -> str:
 
 
 def main() -> int:
-    from bmoe.speculation.drafting import DraftSpec
+    from bmoe.speculation import DraftSpec
 
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("model", nargs="?", help="a GGUF with a head (the demo model)")

@@ -61,13 +61,6 @@ CELLS: dict[str, dict[str, Any]] = {
         "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
         "policy": "always",
     },
-    "mod,mtp 3, extend": {
-        "types": ("ngram-mod", "mtp"),
-        "draft": 3,
-        "ngram_mod": {"n_match": 16, "n_min": 8, "n_max": 64},
-        "extend": True,
-        "policy": "always",
-    },
     **{
         f"mtp {n}, p {p}, adaptive": {"types": ("mtp",), "draft": n, "mtp_p_min": p} for n in (3, 8) for p in (0.0, 0.6)
     },
@@ -90,7 +83,7 @@ def cells_of(text: str) -> list[str]:
 
 
 def make_spec(cell: dict[str, Any]) -> Any:
-    from bmoe.speculation.drafting import DraftSpec, MapConfig, ModConfig, NgramConfig
+    from bmoe.speculation import DraftSpec, MapConfig, ModConfig, NgramConfig
 
     kinds = {"ngram": NgramConfig, "ngram_mod": ModConfig}
     return DraftSpec(
@@ -158,8 +151,7 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
     """One generation from an empty sequence, drafted as the cell says: its result."""
-    from bmoe.speculation.draft_width import make_pace
-    from bmoe.speculation.drafting import make_drafter
+    from bmoe.speculation import make_draft_width, make_drafter
 
     spec = make_spec(CELLS[name])
     engine.sequence.head = head if "mtp" in spec.types else None
@@ -169,7 +161,7 @@ def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
         else:
             head.n_max, head.p_min = spec.draft, spec.mtp_p_min
     engine.drafting.drafter = make_drafter(spec, engine.sequence.head)
-    engine.drafting.pace = make_pace(spec.policy)
+    engine.drafting.width = make_draft_width(spec.policy)
     engine.sequence.context.clear()
     engine.sequence.ids.clear()
     g = engine.generate(run.prompt, max_tokens=run.tokens, script=run.forced, stop_at_end=False)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..llama.head import SYMBOLS
-from ..speculation.drafting import DraftSpec
+from ..speculation import DraftSpec
 from .check import Files, check, expect
 from .names import MTP_CALLS
 from .stock import Logits, Stock, some_tokens

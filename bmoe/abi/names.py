@@ -203,7 +203,7 @@ def values(files: Files) -> str:
 @check(
     "names: helpers in Python",
     "llama_cpp's classes that bmoe uses are there",
-    "bmoe/engine/chat.py, bmoe/speculation/drafting.py",
+    "bmoe/engine/chat.py, bmoe/speculation/drafters.py",
 )
 def helpers(files: Files) -> str:
     missing, n = [], 0

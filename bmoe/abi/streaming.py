@@ -80,7 +80,7 @@ def overrides(files: Files) -> str:
     (OPENS, "names: bindings of --mtp"),
 )
 def on_demand(files: Files) -> str:
-    from ..speculation.drafting import DraftSpec
+    from ..speculation import DraftSpec
 
     found = []
     for draft in (DraftSpec(), DraftSpec(types=("mtp",))):
@@ -299,6 +299,6 @@ def snapshots(files: Files) -> str:
 
 
 def _drafts(n: int) -> Any:
-    from ..speculation.drafting import DraftSpec
+    from ..speculation import DraftSpec
 
     return DraftSpec(types=("ngram",), draft=n)

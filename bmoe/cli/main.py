@@ -22,9 +22,9 @@ from ..engine.stop_strings import StopStrings
 from ..errors import BmoeError, UsageError
 from ..llama import llama
 from ..observe.diagnosis import diagnose
-from ..speculation.drafting import add_draft_flags, spec_from_args
 from ..version import __version__
 from . import commands, summary, summary_table
+from .draft_flags import add_draft_flags, spec_from_args
 from .flags import (
     Parser,
     add_compute_flags,

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..experts.budget import DEFAULT_FLOOR_MB, CacheRequest, parse_cache_mb
 from ..experts.weights import DENSE_MODES, DenseMode
 from ..host.files import check_outputs
-from ..speculation.drafting import DraftSpec
+from ..speculation import DraftSpec
 
 Prefetch = Literal["off", "next-layer", "previous-token"]
 PREFETCHES: tuple[Prefetch, ...] = ("off", "next-layer", "previous-token")

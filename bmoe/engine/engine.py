@@ -20,9 +20,7 @@ from ..gguf.file import ExpertLayer
 from ..host import memory
 from ..llama import llama
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
-from ..speculation import mtp
-from ..speculation.draft_width import make_pace
-from ..speculation.drafting import make_drafter
+from ..speculation import make_draft_width, make_drafter, mtp
 from ..streamer._cache import ExpertCache
 from ..streamer._reads import Lanes
 from ..streamer._streamer import Streamer
@@ -129,7 +127,9 @@ class Engine:
         contexts = self._open_contexts(stack, source, shape, threads)
         self.config = replace(config, threads=threads, ctx=contexts.target.n_ctx, cache_policy=config.policy)
         head = self._open_head(config, contexts)
-        self.drafting = Drafting(make_drafter(config.draft, head), make_pace(config.draft.policy), contexts.longest)
+        self.drafting = Drafting(
+            make_drafter(config.draft, head), make_draft_width(config.draft.policy), contexts.longest
+        )
         self._cache = self._open_cache(stack, config, grant) if parts.layers else None
         if config.drop_cold_experts is not None:
             start_dropping(

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..accounting.results import GenerationResult, Token
 from ..accounting.timing import DRAFT, LOOP
-from ..speculation.draft_width import Pace
-from ..speculation.drafting import DrafterStack
+from ..speculation import DrafterStack, DraftWidth
 from ..speculation.verify import Choice, Step, verify_steps
 from .account import TurnAccount
 from .books import GenerationBooks
@@ -32,7 +31,7 @@ class Drafting:
     """How an engine drafts: with what, how much of a draft is verified, and the longest that can be taken back."""
 
     drafter: DrafterStack
-    pace: Pace
+    width: DraftWidth
     longest: int
 
 
@@ -112,7 +111,7 @@ class Generation(Turn):
         if request.max_tokens == 0:
             return
         target = SequenceTarget(
-            self._sequence, chooser, drafting.pace, self.result.spec, self._hooks.progress, self._hooks.note
+            self._sequence, chooser, drafting.width, self.result.spec, self._hooks.progress, self._hooks.note
         )
         (first,) = chooser.choose()
         books.first_chosen()
@@ -120,7 +119,7 @@ class Generation(Turn):
         books.account.clock.switch(LOOP)
         if self._text.stop:
             return
-        drafting.pace.begin()
+        drafting.width.begin()
         steps = verify_steps(
             target,
             drafting.drafter,
@@ -128,7 +127,7 @@ class Generation(Turn):
             first,
             request.max_tokens - 1,
             drafting.longest,
-            drafting.pace,
+            drafting.width,
             books.account.clock,
         )
         for step in steps:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from ..accounting.results import SpecResult
 from ..speculation import mtp
-from ..speculation.draft_width import Pace
+from ..speculation.draft_width import DraftWidth
 from ..speculation.verify import Choice
 from .choosing import Chooser
 from .sequence import IntArray, TokenSequence
@@ -23,12 +23,12 @@ class SequenceTarget:
         self,
         sequence: TokenSequence,
         chooser: Chooser,
-        pace: Pace,
+        width: DraftWidth,
         spec: SpecResult,
         progress: Callable[[int, int], None],
         note: Callable[[str], None],
     ) -> None:
-        self._sequence, self._chooser, self._pace = sequence, chooser, pace
+        self._sequence, self._chooser, self._width = sequence, chooser, width
         self._spec, self._progress, self._note = spec, progress, note
 
     def room(self) -> int:
@@ -40,7 +40,7 @@ class SequenceTarget:
         head = self._sequence.head
         if head is not None and head.behind > mtp.WIDTH:
             # Not asked for long: others have drafted, or it does not pay, and then neither does catching up.
-            if self._pace.ready():
+            if self._width.ready():
                 self._sequence.feed_head()
             elif head.behind >= head.limit:
                 head.skip()

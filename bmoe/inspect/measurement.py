@@ -20,7 +20,7 @@ from ..errors import MemoryBudgetError
 from ..experts.budget import MiB
 from ..gguf.file import PAGE, ExpertLayer, ModelFile
 from ..host import _memory
-from ..speculation.drafting import DraftSpec
+from ..speculation import DraftSpec
 from ..streamer import _reads
 from .hit_model import FEWEST, Routes
 from .speed_model import LEVELS, Sample

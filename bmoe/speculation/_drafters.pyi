@@ -39,7 +39,6 @@ class NgramMap(Drafter):
         size_m: int = 48,
         min_hits: int = 1,
         four_values: bool = False,
-        dominant: bool = False,
         compat: bool = False,
     ) -> None: ...
 
@@ -51,7 +50,6 @@ class NgramMod(Drafter):
         n_min: int = 48,
         n_max: int = 64,
         table_size: int = 4194304,
-        key_check: bool = False,
         compat: bool = False,
     ) -> None: ...
 

@@ -43,7 +43,7 @@ _IMAGINED = 0.1  # part of what unverified drafts would have gained
 _SAVED = 0.5  # part of what has been gained that later losses cannot take
 
 
-class Pace(Protocol):
+class DraftWidth(Protocol):
     """Decides how many tokens of a draft are verified, and is told what came of it."""
 
     def begin(self) -> None:
@@ -251,8 +251,8 @@ class Adaptive:
             self._earn(_IMAGINED * max(0.0, 1.0 + held - self.ratio(length + 1)))
 
 
-def make_pace(policy: DraftPolicy) -> Pace:
-    """The pace that `--draft-policy` names."""
+def make_draft_width(policy: DraftPolicy) -> DraftWidth:
+    """The policy that `--draft-policy` names."""
     return Adaptive() if policy == "adaptive" else Always()
 
 

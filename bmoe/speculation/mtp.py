@@ -134,11 +134,11 @@ class PendingRows:
 
 
 class MtpSource:
-    """A source of drafts (`bmoe.speculation.drafting.Source`) that asks the model's own head.
+    """A source of drafts (`bmoe.speculation.Source`) that asks the model's own head.
 
     `n_max`: tokens drafted at most. `p_min`: a token that the head gives less than this probability, of all the
-    vocabulary, is not drafted, and ends the draft. `limit`: rows that may wait while the pace does not ask; as many as
-    a batch of a prompt hands over at once cost no memory beyond what that takes. `held`: tokens that the head has been
+    vocabulary, is not drafted, and ends the draft. `limit`: rows that may wait while it is not asked; as many as a
+    batch of a prompt hands over at once cost no memory beyond what that takes. `held`: tokens that the head has been
     fed with, but for the first `left_out` of them (`skip`).
 
     Safe against an exception between any two lines: what the head's context holds beyond `held` is taken back

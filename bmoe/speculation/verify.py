@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..accounting.timing import DRAFT, LOOP, Clock
-from .draft_width import Always, Pace
+from .draft_width import Always, DraftWidth
 
 Tokens = npt.NDArray[np.int32]
 
@@ -44,7 +44,7 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """What drafts (`drafting.DrafterStack`). `free_only`: sources whose drafts cost time are not asked."""
+    """What drafts (`DrafterStack`). `free_only`: sources whose drafts cost time are not asked."""
 
     free_only: bool
 
@@ -94,17 +94,17 @@ def verify_steps(
     first: Choice,
     wanted: int,
     widest: int,
-    pace: Pace | None = None,
+    draft_width: DraftWidth | None = None,
     clock: Clock | None = None,
 ) -> Iterator[Step]:
     """Decodes greedily from `first`, which is chosen but not yet decoded, drafting where the drafter can.
 
     `history`: the tokens before `first`; it is extended in place by what is confirmed. `wanted`: how many more
-    tokens are asked for; a draft never reaches past them, nor past the target's room, nor `widest` tokens, and `pace`
-    (None: `Always`) decides how much of it is verified. Drafting is charged to `clock`. The confirmed tokens are, one
-    after the other, what single-token greedy decoding by this target gives.
+    tokens are asked for; a draft never reaches past them, nor past the target's room, nor `widest` tokens, and
+    `draft_width` (None: `Always`) decides how much of it is verified. Drafting is charged to `clock`. The confirmed
+    tokens are, one after the other, what single-token greedy decoding by this target gives.
     """
-    pace, clock = pace or Always(), clock or Clock()
+    draft_width, clock = draft_width or Always(), clock or Clock()
     buffer = np.empty(max(256, 2 * len(history)), np.int32)
     buffer[: len(history)] = history
     filled = len(history)
@@ -124,12 +124,14 @@ def verify_steps(
         filled = n
         started = perf_counter()
         clock.switch(DRAFT)
-        drafter.free_only = not pace.ready()
+        drafter.free_only = not draft_width.ready()
         draft = drafter.draft(buffer[:n], most)
         draft_s = perf_counter() - started
-        if len(draft) and (keep := pace.choose(draft.tolist(), drafter.winner or "", drafter.matched)) < len(draft):
-            drafter.trim(keep)
-            draft = draft[:keep]
+        if len(draft):
+            width = draft_width.choose(draft.tolist(), drafter.winner or "", drafter.matched)
+            if width < len(draft):
+                drafter.trim(width)
+                draft = draft[:width]
         clock.switch(LOOP)
         choices = target.decode(np.concatenate([buffer[n - 1 : n], draft]) if len(draft) else buffer[n - 1 : n])
         accepted = accepted_prefix(draft.tolist(), choices)
@@ -143,7 +145,7 @@ def verify_steps(
         tokens = [c.id for c in confirmed]
         # A plain step is compared without what was spent on a draft that was not used.
         wasted = 0.0 if len(draft) else draft_s
-        pace.note(tokens, len(draft), accepted, perf_counter() - started - wasted, wasted)
+        draft_width.note(tokens, len(draft), accepted, perf_counter() - started - wasted, wasted)
         history.extend(tokens)
         wanted -= len(confirmed)
         yield Step(confirmed, len(draft), accepted)

@@ -23,7 +23,7 @@ import make_model as mm
 
 from bmoe import Engine
 from bmoe.errors import UsageError
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 
 # name, quantization: every architecture and every tensor type.
 MINIS = [("qwen3-30b-a3b", "q4_k_m"), ("qwen3.6-35b-a3b", "mxfp4"), ("gpt-oss-120b", "mxfp4")]

@@ -11,7 +11,7 @@ import pytest
 import bmoe
 from bench.models.make_model import make_model
 from bench.studies import recorded, speculation
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 
 N = 32
 CELLS = ["mtp 1", "mtp 3", "mtp 3, p 0.4", "mtp 4, p 0.6"]

@@ -11,8 +11,7 @@ import pytest
 from reference import prompt_ids
 
 import bmoe
-from bmoe.speculation import draft_width
-from bmoe.speculation.drafting import DraftSpec, ModConfig, NgramConfig, make_drafter
+from bmoe.speculation import DraftSpec, ModConfig, NgramConfig, make_draft_width, make_drafter
 from bmoe.speculation.verify import Tokens
 
 N = 150
@@ -40,7 +39,7 @@ def engine() -> Iterator[bmoe.Engine]:
 
 
 def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
-    engine.drafting.drafter, engine.drafting.pace = make_drafter(spec), draft_width.make_pace(spec.policy)
+    engine.drafting.drafter, engine.drafting.width = make_drafter(spec), make_draft_width(spec.policy)
     engine.sequence.context.clear()
     engine.sequence.ids.clear()
     generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)

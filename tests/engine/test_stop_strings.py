@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import bmoe
 from bmoe.engine.stop_strings import StopStrings
-from bmoe.speculation.drafting import DraftSpec, ModConfig
+from bmoe.speculation import DraftSpec, ModConfig
 
 # What is drafted depends on the text alone.
 WIDE = DraftSpec(("ngram-mod",), policy="always", ngram_mod=ModConfig(2, 1, 16))

@@ -31,7 +31,7 @@ from bmoe.experts import budget
 from bmoe.host.memory import MemoryFacts
 from bmoe.inspect import forecast, measurement
 from bmoe.inspect.inspection import inspect_model
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 
 MiB = 1 << 20
 MOE = [arch for arch in ARCHES if arch != "llama"]

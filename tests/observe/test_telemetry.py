@@ -28,7 +28,7 @@ from bmoe.host import _memory, memory
 from bmoe.host.probe import Probe
 from bmoe.observe import telemetry
 from bmoe.observe.record_format import csv_row, json_line
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 
 SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
 FAST = ("-t", "1", "-c", "512")
@@ -116,9 +116,9 @@ def test_time_is_charged_where_it_is_spent(
     measured()
     shows("output", 300, 0.03)
 
-    real = choosing.Scripted.choose
+    real = choosing.Greedy.choose
     with monkeypatch.context() as m:
-        m.setattr(choosing.Scripted, "choose", lambda self, n=1: (time.sleep(0.03), real(self, n))[1])
+        m.setattr(choosing.Greedy, "choose", lambda self, n=1: (time.sleep(0.03), real(self, n))[1])
         shows("loop", 270)
 
     with monkeypatch.context() as m:

@@ -26,7 +26,7 @@ from bmoe.analysis.route_trace import RouteTrace, TraceError, read_trace
 from bmoe.errors import ReadError, UsageError
 from bmoe.host import files
 from bmoe.observe import tracing
-from bmoe.speculation.drafting import DraftSpec, NgramConfig
+from bmoe.speculation import DraftSpec, NgramConfig
 
 PROMPT = prompt_ids(40, 3)
 WIDE = DraftSpec(types=("ngram",), draft=6, policy="always", ngram=NgramConfig(min_match=2))

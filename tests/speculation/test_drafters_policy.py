@@ -1,18 +1,19 @@
-"""Names, settings, flags, precedence: bmoe/speculation/drafting.py."""
+"""Names, settings, precedence: bmoe/speculation/drafters.py, settings.py; the flags are in tests/cli."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bmoe import drafting
 from bmoe.errors import UsageError
-from bmoe.speculation import drafting
-from bmoe.speculation.drafting import DrafterStack, DraftSpec, MapConfig, ModConfig, NgramConfig, make, make_drafter
+from bmoe.speculation import DrafterStack, DraftSpec, make_drafter
+from bmoe.speculation.drafters import make
 
 DEMO = Path(__file__).parents[2] / "bmoe" / "data"
 
@@ -40,10 +41,11 @@ class Fake:
         self.told.append(("accept", n_accepted, is_other))
 
 
-def parse(line: str) -> DraftSpec:
-    parser = argparse.ArgumentParser()
-    drafting.add_draft_flags(parser.add_argument_group("drafting"))
-    return drafting.spec_from_args(parser.parse_args(shlex.split(line)))
+def test_the_face_needs_no_model_and_no_command_line() -> None:
+    code = "import sys, bmoe.drafting; print(*(n for n in sys.modules if n.startswith(('bmoe.', 'argparse'))))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "bmoe.speculation.verify" in loaded
+    assert [n for n in loaded if n == "argparse" or n.split(".")[1] in ("llama", "gguf", "engine", "cli")] == []
 
 
 def test_make_makes_each_by_name() -> None:
@@ -63,7 +65,6 @@ def test_make_makes_each_by_name() -> None:
     [
         ("ngram-cache", {}, "--spec-type: 'ngram-cache' is none of ngram-simple, "),
         ("ngram", {"size_n": 3}, "ngram: no setting 'size_n'; it has n_max, min_match, max_match, compat"),
-        ("ngram-simple", {"dominant": True}, "ngram-simple: no setting 'dominant'"),
         ("ngram-map-k", {"size_n": 0}, "--spec-ngram-map-k-size-n: 0 is out of range, give 1 to 1024"),
         ("ngram-map-k4v", {"size_m": 1025}, "--spec-ngram-map-k4v-size-m: 1025 is out of range, give 1 to 1024"),
         ("ngram-simple", {"min_hits": -1}, "--spec-ngram-simple-min-hits: -1 is out of range"),
@@ -71,8 +72,7 @@ def test_make_makes_each_by_name() -> None:
         ("ngram-mod", {"table_size": 0}, "table_size: 0 is out of range"),
         ("ngram", {"n_max": 0}, "--draft: 0 is out of range"),
         ("ngram", {"min_match": 20}, "--ngram-max-match: 16 is below --ngram-min-match 20"),
-        ("ngram-mod", {"key_check": True, "compat": True}, "ngram-mod: key_check is not llama.cpp's behaviour"),
-        ("ngram-map-k4v", {"dominant": True, "compat": True}, "ngram-map-k4v: dominant is not llama.cpp's"),
+        ("ngram-mod", {"n_match": 9, "size_m": 9}, "ngram-mod: no setting 'size_m'; it has n_match, n_min, n_max, "),
     ],
 )
 def test_make_refuses(name: str, config: dict[str, Any], message: str) -> None:
@@ -82,91 +82,11 @@ def test_make_refuses(name: str, config: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_defaults_are_llama_cpps() -> None:
-    spec = parse("--spec-type ngram-mod,ngram-map-k,ngram-map-k4v,ngram-simple,ngram")
-    assert spec == DraftSpec(types=("ngram-mod", "ngram-map-k", "ngram-map-k4v", "ngram-simple", "ngram"))
-    assert spec.ngram_mod == ModConfig(n_match=24, n_min=48, n_max=64)
-    assert spec.ngram_map_k == spec.ngram_map_k4v == spec.ngram_simple == MapConfig(size_n=12, size_m=48, min_hits=1)
-    assert spec.ngram == NgramConfig(n_max=3, min_match=3)
-    assert spec.draft == 3
-    assert spec.n_max is None
-
-
-def test_flags() -> None:
-    assert parse("") == parse("--spec-type none") == DraftSpec()
-    assert parse("--ngram") == parse("--spec-type ngram") == parse("--ngram --spec-type ngram")
-    assert parse("--ngram --draft 64 --ngram-min-match 5 --ngram-max-match 9").ngram == NgramConfig(64, 5, 9)
-    assert parse("--draft 5").draft == 5  # mtp's, too
-    assert parse("--mtp") == parse("--spec-type mtp") == parse("--mtp --spec-type mtp") == DraftSpec(types=("mtp",))
-    assert parse("--mtp --ngram").ordered() == ("ngram", "mtp")
-    assert parse("--mtp --draft 5 --mtp-p-min 0.4") == DraftSpec(types=("mtp",), draft=5, mtp_p_min=0.4)
-    assert parse("--mtp --draft 5").longest() == 5
-    assert parse("--mtp --draft 5 --spec-draft-n-max 2").longest() == 2
-    assert parse("--spec-type ngram-mod,mtp").longest() == 64
-    assert parse("--spec-type ngram-mod,mtp --spec-extend").longest() == 67
-    assert parse("--spec-draft-n-max 0 --ngram").longest() == 0
-    spec = parse(
-        "--spec-type ngram-map-k4v,ngram-mod --spec-ngram-map-k4v-size-n 8 --spec-ngram-map-k4v-size-m 9"
-        " --spec-ngram-map-k4v-min-hits 2 --spec-ngram-mod-n-match 16 --spec-ngram-mod-n-min 2"
-        " --spec-ngram-mod-n-max 32 --spec-draft-n-max 20"
-    )
-    assert spec.ngram_map_k4v == MapConfig(8, 9, 2)
-    assert spec.ngram_mod == ModConfig(16, 2, 32)
-    assert spec.n_max == spec.longest() == 20
-    for name in ("simple", "map-k"):
-        spec = parse(
-            f"--spec-type ngram-{name} --spec-ngram-{name}-size-n 3 --spec-ngram-{name}-size-m 99"
-            f" --spec-ngram-{name}-min-hits 4"
-        )
-        assert spec.config(f"ngram-{name}") == MapConfig(3, 99, 4)
-        assert spec.longest() == 99
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--spec-type ngram-cache", "--spec-type: 'ngram-cache' is none of none, ngram-simple"),
-        ("--spec-type none,ngram", "--spec-type: none,ngram names none beside other types"),
-        ("--spec-type ngram,ngram", "--spec-type: ngram,ngram names a type twice"),
-        ("--spec-type ''", "--spec-type: '' is none of"),
-        ("--ngram --spec-type ngram-mod", "--ngram is --spec-type ngram, which --spec-type ngram-mod contradicts"),
-        ("--ngram --spec-type none", "--ngram is --spec-type ngram, which"),
-        ("--mtp --spec-type ngram-mod,mtp", "--mtp is --spec-type mtp, which --spec-type ngram-mod,mtp contradicts"),
-        ("--mtp-p-min 0.5", "--mtp-p-min has no effect without --spec-type mtp"),
-        ("--mtp --mtp-p-min 1.5", "--mtp-p-min: 1.5 is out of range, give 0 (never stops) to 1"),
-        ("--mtp --mtp-p-min nan", "--mtp-p-min: nan is out of range"),
-        ("--mtp --draft 0", "--draft: 0 is out of range"),
-        ("--mtp --spec-extend", "--spec-extend needs mtp and a type that goes on from it"),
-        ("--spec-extend --ngram", "--spec-extend needs mtp and a type that goes on from it"),
-        ("--ngram-min-match 3", "--ngram-min-match has no effect without --spec-type ngram"),
-        ("--ngram --spec-ngram-mod-n-max 9", "--spec-ngram-mod-n-max has no effect without --spec-type ngram-mod"),
-        ("--ngram --draft 0", "--draft: 0 is out of range, give 1 to 1024"),
-        ("--draft 1025", "--draft: 1025 is out of range"),
-        ("--ngram --spec-draft-n-max -1", "--spec-draft-n-max: -1 is out of range, give 0 to 1024"),
-        ("--ngram --ngram-min-match 0", "--ngram-min-match: 0 is out of range"),
-        ("--ngram --ngram-min-match 17", "--ngram-max-match: 16 is below --ngram-min-match 17"),
-        ("--spec-type ngram-map-k --spec-ngram-map-k-min-hits 0", "--spec-ngram-map-k-min-hits: 0 is out of range"),
-        ("--spec-type ngram-simple --spec-ngram-simple-size-n 1025", "--spec-ngram-simple-size-n: 1025 is out of"),
-        (
-            "--spec-type ngram-mod --spec-ngram-mod-n-max 47",
-            "--spec-ngram-mod-n-min: 48 is above --spec-ngram-mod-n-max",
-        ),
-        ("--spec-type ngram-mod --spec-ngram-mod-n-max 1025", "--spec-ngram-mod-n-max: 1025 is out of range"),
-    ],
-)
-def test_flags_refused(line: str, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse(line)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2
-
-
 def test_precedence_is_llama_cpps_whatever_the_order_given() -> None:
-    spec = parse("--spec-type ngram,ngram-mod,ngram-map-k4v,ngram-simple,ngram-map-k")
+    spec = DraftSpec(types=("ngram", "ngram-mod", "ngram-map-k4v", "ngram-simple", "ngram-map-k"))
     want = ["ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram"]
     assert [source.name for source in make_drafter(spec).sources] == want
-    spec = parse("--spec-type mtp,ngram,ngram-mod,ngram-map-k4v,ngram-simple,ngram-map-k")
+    spec = DraftSpec(types=("mtp", *spec.types))
     behind = make_drafter(spec, Fake("mtp"))  # the model's own head stands behind draftless ones
     assert [source.name for source in behind.sources] == [*want, "mtp"]
     assert behind.name == ",".join([*want, "mtp"]) == ",".join(spec.ordered())
@@ -196,52 +116,6 @@ def test_first_that_drafts_wins_and_the_others_are_told() -> None:
     assert [kind for source in (a, b, c) for kind, *_ in source.told] == ["draft"] * 3
     assert stack.nbytes == 30
     assert set(stack.stats) == {"a", "b", "c"}
-
-
-def test_text_extends_what_the_head_drafted() -> None:
-    """The first of the others that knows how the head's draft goes on; judged only where that was accepted whole."""
-    for accepted, told in ((5, [3, True, (3, False)]), (3, [3, True, (1, False)]), (2, [2, True, (0, False)]),
-                           (1, [1, True, (1, True)])):  # fmt: skip
-        a, b, head = Fake("a", [], []), Fake("b", [], [7, 8, 9]), Fake("mtp", [5, 6])
-        stack = DrafterStack([a, b, head], extend=True)
-        assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [5, 6, 7, 8, 9]
-        assert stack.winner == "mtp+b"
-        asked = [("draft", [1], 2, 9), ("draft", [1, 2, 5], 6, 7)]
-        assert a.told == b.told == asked
-        stack.accept(accepted)
-        assert head.told == [("draft", [1], 2, 9), ("accept", min(accepted, 2), False)]
-        assert a.told == [*asked, ("accept", accepted, True)]
-        assert b.told == [*asked, ("accept", *told[2])]
-    # What one of the others drafts itself is not extended, nor a draft that fills the room.
-    a, head = Fake("a", [4], []), Fake("mtp", [5, 6])
-    stack = DrafterStack([a, head], extend=True)
-    assert stack.draft(np.array([1, 2], np.int32), 9).tolist() == [4]
-    assert stack.draft(np.array([1, 2], np.int32), 2).tolist() == [5, 6]
-    stack.accept(2)
-    assert [kind for kind, *_ in a.told] == ["draft", "draft", "accept"]
-
-
-def test_a_cut_draft_is_settled_with_who_made_it() -> None:
-    for cut, trims, accepts in (
-        (5, (2, 3), [("accept", 2, False), ("accept", 3, False)]),
-        (3, (2, 1), [("accept", 2, False), ("accept", 1, False)]),
-        (2, (2, 0), [("accept", 2, False), ("accept", 2, True)]),
-        (1, (1, 0), [("accept", 1, False), ("accept", 1, True)]),
-    ):
-        text, head = Fake("a", [], [7, 8, 9]), Fake("mtp", [5, 6])
-        stack = DrafterStack([text, head], extend=True)
-        assert len(stack.draft(np.array([1, 2], np.int32), 9)) == 5
-        stack.trim(cut)
-        stack.accept(cut)
-        assert head.told[-2:] == [("trim", trims[0]), accepts[0]]
-        assert text.told[-2:] == [("trim", trims[1]), accepts[1]]
-    text, head = Fake("a", [], [7]), Fake("mtp", [5, 6])
-    stack = DrafterStack([text, head], extend=True)
-    stack.draft(np.array([1, 2], np.int32), 9)
-    stack.trim(0)
-    stack.accept(0)
-    assert stack.winner is None
-    assert [entry for entry in head.told + text.told if entry[0] == "accept"] == []
 
 
 def test_what_costs_is_not_asked_for_nothing() -> None:
@@ -279,7 +153,7 @@ def test_empty_stack_is_plain_decoding() -> None:
 
 def test_stack_drafts_for_real() -> None:
     text = np.arange(1000, 1200, dtype=np.int32)
-    stack = make_drafter(parse("--spec-type ngram,ngram-map-k"))
+    stack = make_drafter(DraftSpec(types=("ngram", "ngram-map-k")))
     stack.begin(text)
     copied = np.concatenate([text, text[10:30]])
     assert np.array_equal(stack.draft(copied), text[30:78])
@@ -363,10 +237,3 @@ def test_a_draft_that_is_cut_is_the_winner_s_business_alone() -> None:
     stack.accept(1)
     assert [t for t in first.told if t[0] != "draft"] == [("trim", 2), ("accept", 1, False)]
     assert [t for t in second.told if t[0] != "draft"] == [("trim", 0), ("accept", 1, True)]
-
-
-@pytest.mark.parametrize("policy", ["adaptive", "always"])
-def test_draft_policy_flag(policy: str) -> None:
-    assert parse(f"--ngram --draft-policy {policy}").policy == policy
-    with pytest.raises(UsageError, match="--draft-policy has no effect without"):
-        parse(f"--draft-policy {policy}")

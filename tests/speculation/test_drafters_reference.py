@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import reference_drafters
 
-from bmoe.speculation import drafting
+from bmoe import drafting
 from bmoe.speculation._drafters import replay
 
 VECTORS = Path(__file__).parents[1] / "data" / "drafters" / "reference_vectors.json.gz"

@@ -32,8 +32,7 @@ from tiny_mtp import (
 )
 
 import bmoe
-from bmoe.speculation import mtp
-from bmoe.speculation.drafting import DrafterStack, DraftSpec, ModConfig
+from bmoe.speculation import DrafterStack, DraftSpec, ModConfig, mtp
 
 # ---- output -----------------------------------------------------------------------------------------
 
@@ -318,7 +317,7 @@ def test_the_command_line_refuses(tiny: Any) -> None:
 
 @models
 @pytest.mark.parametrize("wrong", [0, 1, 3])
-def test_the_pace_decides_when_the_head_is_asked(
+def test_the_draft_width_decides_when_the_head_is_asked(
     arch: str, heads: int, wrong: int, tiny_mtp: TinyMtp, open_engine: OpenEngine
 ) -> None:
     """With --draft-policy adaptive, the default: the same output, and no graph of the head before a plain step."""

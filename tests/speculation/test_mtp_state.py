@@ -27,8 +27,7 @@ from tiny_mtp import (
 )
 
 import bmoe
-from bmoe.speculation import draft_width, mtp
-from bmoe.speculation.drafting import DrafterStack
+from bmoe.speculation import DrafterStack, draft_width, mtp
 
 # ---- state ------------------------------------------------------------------------------------------
 
@@ -148,16 +147,16 @@ def test_a_head_that_is_not_asked_leaves_tokens_out_and_can_come_back(
     monkeypatch.setattr(mtp, "WIDTH", 4)
     path = tiny_mtp(arch, heads)
     engine = open_engine(path, draft=spec())
-    source, always = head_of(engine), engine.drafting.pace
+    source, always = head_of(engine), engine.drafting.width
     assert source.limit == engine.sequence.context.n_batch
     source.limit = 8
-    engine.drafting.pace = Never()
+    engine.drafting.width = Never()
     assert ids(engine, PROMPT, 30) == ids(open_engine(path), PROMPT, 30)
     left = source.left_out
     assert len(PROMPT) < left == source.held <= len(PROMPT) + 30
     assert source.behind <= 8
     assert (source.stats["fed"], source.stats["left_out"]) == (len(PROMPT), left - len(PROMPT))
-    engine.drafting.pace = always
+    engine.drafting.width = always
     whole = len(engine.sequence.ids)
     for keep in (whole, whole - 2, len(PROMPT)):  # the last one: before the gap
         prompt = [*engine.sequence.ids[:keep], 65, 66]

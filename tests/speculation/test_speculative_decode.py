@@ -10,7 +10,7 @@ from conftest import OpenEngine, Tiny
 from reference import prompt_ids
 
 import bmoe
-from bmoe.speculation.drafting import DraftSpec, MapConfig, ModConfig
+from bmoe.speculation import DraftSpec, MapConfig, ModConfig
 from bmoe.speculation.verify import Tokens
 
 # What is drafted must depend on the text alone: counters are compared exactly.
@@ -43,7 +43,7 @@ class Scripted:
     matched = 0
 
     def trim(self, n: int) -> None:
-        raise AssertionError("the pace here is Always")
+        raise AssertionError("the draft width here is Always")
 
     def accept(self, n_accepted: int) -> None:
         self.accepted += n_accepted

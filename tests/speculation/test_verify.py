@@ -86,7 +86,7 @@ class Oracle:
 
 
 class Cutting:
-    """A pace that cuts drafts to given lengths, whatever they are."""
+    """Cuts drafts to given lengths, whatever they are."""
 
     def __init__(self, cuts: list[int]) -> None:
         self.cuts, self.confirmed, self.drafted = cuts, list[int](), 0
@@ -151,8 +151,8 @@ def test_any_drafter_gives_plain_greedy_output(
     history = list(prompt)
     first = Choice(target.next_after(target.sequence), False, b"")
     out, spec = [first.id], SpecResult()
-    pace = None if cuts is None else Cutting(cuts)
-    for step in verify_steps(target, drafter, history, first, wanted, widest, pace):
+    draft_width = None if cuts is None else Cutting(cuts)
+    for step in verify_steps(target, drafter, history, first, wanted, widest, draft_width):
         out += [c.id for c in step.confirmed]
         spec.count(step.drafted, step.accepted, len(step.confirmed))
         # Every confirmed token but the newest is in the target's sequence, and nothing else is.
@@ -164,11 +164,11 @@ def test_any_drafter_gives_plain_greedy_output(
     assert len(target.sequence) <= n_ctx
     assert spec.decodes == len(target.batches)
     assert spec.confirmed == len(out) - 1
-    if pace is not None:
+    if draft_width is not None:
         # Once there is no room left to draft, it is not asked any more.
-        assert pace.confirmed == out[1 : 1 + len(pace.confirmed)]
-        assert len(pace.confirmed) >= min(len(out) - 1, wanted - 1, n_ctx - len(prompt) - 1) or widest == 0
-        assert pace.drafted == spec.drafted
+        assert draft_width.confirmed == out[1 : 1 + len(draft_width.confirmed)]
+        assert len(draft_width.confirmed) >= min(len(out) - 1, wanted - 1, n_ctx - len(prompt) - 1) or widest == 0
+        assert draft_width.drafted == spec.drafted
     elif wrong >= size and every == 1 and size and widest >= size and wanted > size and n_ctx - len(prompt) > size + 1:
         assert spec.accepted == spec.drafted, "a perfect drafter is always accepted"
         assert spec.tokens_per_decode is not None
@@ -236,9 +236,9 @@ def test_a_source_that_costs_is_not_asked_where_nothing_would_be_verified() -> N
             return super().draft(history, n_max)
 
     seen = list[bool]()
-    target, pace = TableTarget([1, 2, 3], 64, 7, 0), Silent([0])
-    for _ in verify_steps(target, Watched(target, 4, 4), [1, 2, 3], Choice(4, False, b""), 20, 8, pace):
+    target, draft_width = TableTarget([1, 2, 3], 64, 7, 0), Silent([0])
+    for _ in verify_steps(target, Watched(target, 4, 4), [1, 2, 3], Choice(4, False, b""), 20, 8, draft_width):
         pass
     assert seen == [i % 2 == 0 for i in range(len(seen))]
     assert len(seen) > 10
-    assert pace.wasted > 0.0
+    assert draft_width.wasted > 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import PlainCache, Resident, Run, drive, prompt_ids
 from reference_admission import PlainVotes
 
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 from bmoe.streamer._cache import ExpertCache
 
 N_EXPERT = 6

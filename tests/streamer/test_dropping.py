@@ -19,8 +19,8 @@ from reference import Resident as ResidentModel
 from tiny_models import ARCHES
 
 import bmoe
+from bmoe import drafting
 from bmoe.errors import UsageError
-from bmoe.speculation import drafting
 from bmoe.streamer import _dropping
 
 MOE = tuple(arch for arch in ARCHES if arch != "llama")

@@ -18,7 +18,7 @@ from tiny_models import ARCHES
 import bmoe
 from bmoe.experts import slots
 from bmoe.gguf.file import expert_layers, open_model_file
-from bmoe.speculation.drafting import DraftSpec, ModConfig
+from bmoe.speculation import DraftSpec, ModConfig
 
 MOE = tuple(arch for arch in ARCHES if arch != "llama")
 LONG, OTHER = prompt_ids(150, seed=1), prompt_ids(20, seed=2)

@@ -109,12 +109,11 @@ class NgramMap(Reference):
         size_m: int = 48,
         min_hits: int = 1,
         four_values: bool = False,
-        dominant: bool = False,
         compat: bool = False,
     ) -> None:
         super().__init__(compat)
         self.n, self.m, self.min_hits = size_n, size_m, min_hits
-        self.four_values, self.dominant = four_values, dominant
+        self.four_values = four_values
         self.clear()
         self.n_begin = self.n_checked = 0
 
@@ -156,8 +155,6 @@ class NgramMap(Reference):
 
     def propose(self, text: list[int]) -> list[int]:
         self.used = None
-        if self.dominant:
-            return self.propose_dominant(text)
         n, m, cur = self.n, self.m, len(text) - 1
         if cur < 2 * n + m:
             return []
@@ -199,21 +196,7 @@ class NgramMap(Reference):
             if text[p : p + n] == gram:
                 self.count(text, key, p + n)
         key.counted = match
-        return self.choose(key, lambda value: text[match + n :])
-
-    def propose_dominant(self, text: list[int]) -> list[int]:
-        gram, end = text[len(text) - self.n :], len(text) - self.n - self.m
-        places = [p for p in range(end + 1) if text[p : p + self.n] == gram and p < len(text) - self.n]
-        if not places:
-            return []
-        key = self.key(text, gram, places[-1])
-        for p in places:
-            if p >= key.counted:
-                self.count(text, key, p + self.n)
-        key.counted = places[-1] + 1
-        if len(places) < self.min_hits:
-            return []
-        return self.choose(key, lambda value: text[value[0] :])
+        return self.choose(key, text[match + n :])
 
     def key(self, text: list[int], gram: list[int], at: int) -> Key:
         for key in self.keys:
@@ -230,15 +213,14 @@ class NgramMap(Reference):
         if len(key.values) < 4:
             key.values.append([at, 1, self.m])
 
-    def choose(self, key: Key, source) -> list[int]:  # type: ignore[no-untyped-def]
+    def choose(self, key: Key, follow: list[int]) -> list[int]:
         counts = [value[1] for value in key.values]
         best = counts.index(max(counts))
         others = sum(counts) - counts[best]
         if others and counts[best] < 2 * others:
             return []
         self.used = (key, best)
-        value = key.values[best]
-        return list(source(value)[: min(self.m, value[2])])
+        return follow[: min(self.m, key.values[best][2])]
 
     def settle(self, n: int) -> None:
         if self.used is None:
@@ -266,13 +248,12 @@ class NgramMod(Reference):
         n_min: int = 48,
         n_max: int = 64,
         table_size: int = 4194304,
-        key_check: bool = False,
         compat: bool = False,
     ) -> None:
         super().__init__(compat)
         self.n, self.n_min, self.n_max = n_match, n_min, n_max
-        self.size, self.key_check = table_size, key_check
-        self.table: dict[int, tuple[int, int]] = {}
+        self.size = table_size
+        self.table: dict[int, int] = {}
         self.added = 0
         self.low = 0
         self.whole = 0
@@ -297,8 +278,7 @@ class NgramMod(Reference):
 
     def add(self, tokens: list[int]) -> None:
         for p in range(self.added, len(tokens) - self.n):
-            value = self.hash(tokens[p : p + self.n])
-            self.table[value % self.size] = (tokens[p + self.n], value >> 32)
+            self.table[self.hash(tokens[p : p + self.n]) % self.size] = tokens[p + self.n]
         self.added = len(tokens) - self.n
 
     def propose(self, text: list[int]) -> list[int]:
@@ -311,9 +291,8 @@ class NgramMod(Reference):
             self.catch_up = False
         window = text[len(text) - self.n :]
         for k in range(self.n_max):
-            value = self.hash(window[k:])
-            token, check = self.table.get(value % self.size, (-1, 0))
-            if token == -1 or (self.key_check and check != value >> 32):
+            token = self.table.get(self.hash(window[k:]) % self.size, -1)
+            if token == -1:
                 if k < self.n_min:
                     return []
                 break

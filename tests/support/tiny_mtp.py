@@ -18,8 +18,7 @@ from tiny_models import _Model, write_tiny
 
 import bmoe
 from bmoe.llama.head import HEADS
-from bmoe.speculation import mtp
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec, mtp
 from bmoe.speculation.mtp import MtpSource
 
 TinyMtp = Callable[..., Path]
@@ -57,7 +56,7 @@ class ForcedHead(MtpSource):
 def force(engine: bmoe.Engine, source: MtpSource) -> None:
     """Makes `source` the engine's head and its only drafter."""
     engine.sequence.head = source
-    engine.drafting.drafter = bmoe.speculation.drafting.DrafterStack([source])
+    engine.drafting.drafter = bmoe.drafting.DrafterStack([source])
 
 
 def head_state(engine: bmoe.Engine) -> bytes:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 import bmoe
-from bmoe.speculation.drafting import DraftSpec
+from bmoe.speculation import DraftSpec
 
 from . import export
 from .model import Network

@@ -13,7 +13,7 @@ cdef struct MapValue:
 cdef struct MapKey:
     uint32_t at             # where the key's tokens are
     uint32_t counted        # the values have been counted up to this occurrence
-    uint16_t hits           # how often the key was looked up and found; with `dominant`, its occurrences
+    uint16_t hits           # how often the key was looked up and found
     MapValue values[MAP_VALUES]
 
 
@@ -27,12 +27,10 @@ cdef class NgramMap(Drafter):
     one accepted whole doubles it; compat keeps the last accepted count, 0 included. compat also carries what it
     learnt over into the next request, ignores `min_hits` without four_values, and raises ValueError where
     llama.cpp aborts because the history shrank.
-
-    dominant (four_values only): counts all occurrences of the key and drafts the most frequent continuation.
     """
 
     cdef Py_ssize_t size_n, size_m, min_hits
-    cdef bint four_values, dominant
+    cdef bint four_values
     cdef Chain chain            # hashes; linked only where occurrences have to be enumerated
     cdef uint32_t* slots        # per hash: the position of an n-gram, 0 for none; the first one stays
     cdef Py_ssize_t slots_last  # the slots have seen the positions up to this one
@@ -50,17 +48,15 @@ cdef class NgramMap(Drafter):
     cdef int drafted_value
 
     def __cinit__(self, *, Py_ssize_t size_n=12, Py_ssize_t size_m=48, Py_ssize_t min_hits=1,
-                  bint four_values=False, bint dominant=False, bint compat=False):
+                  bint four_values=False, bint compat=False):
         self.size_n, self.size_m, self.min_hits = size_n, size_m, min_hits
-        self.four_values, self.dominant = four_values, dominant
-        if dominant and (compat or not four_values):
-            raise ValueError("dominant is a variant of ngram-map-k4v, without compat")
+        self.four_values = four_values
         self.base_init("ngram-map-k4v" if four_values else "ngram-map-k", size_m, compat)
         chain_init(&self.chain, size_n)
         self.key_ids_size = 256
         self.key_ids = <uint32_t*>calloc(self.key_ids_size, sizeof(uint32_t))
-        self.slots = NULL if dominant else <uint32_t*>calloc(MAP_SLOTS, sizeof(uint32_t))
-        if self.key_ids == NULL or (self.slots == NULL and not dominant):
+        self.slots = <uint32_t*>calloc(MAP_SLOTS, sizeof(uint32_t))
+        if self.key_ids == NULL or self.slots == NULL:
             raise MemoryError("drafter index")
 
     def __dealloc__(self):
@@ -71,9 +67,8 @@ cdef class NgramMap(Drafter):
         free(self.found)
 
     cdef Py_ssize_t bytes_held(self) noexcept:
-        return (chain_bytes(&self.chain) + (0 if self.dominant else MAP_SLOTS * <Py_ssize_t>sizeof(uint32_t))
-                + self.cap_keys * <Py_ssize_t>sizeof(MapKey)
-                + (self.key_ids_size + self.cap_found) * <Py_ssize_t>sizeof(uint32_t))
+        return (chain_bytes(&self.chain) + self.cap_keys * <Py_ssize_t>sizeof(MapKey)
+                + (MAP_SLOTS + self.key_ids_size + self.cap_found) * <Py_ssize_t>sizeof(uint32_t))
 
     # A new request.
 
@@ -91,9 +86,8 @@ cdef class NgramMap(Drafter):
         else:
             self.n_keys = 0
             memset(self.key_ids, 0, self.key_ids_size * sizeof(uint32_t))
-            if not self.dominant:
-                self.slots_clear(0)
-                self.slots_last = 0
+            self.slots_clear(0)
+            self.slots_last = 0
         chain_cut(&self.chain, keep)
         return 0
 
@@ -259,13 +253,12 @@ cdef class NgramMap(Drafter):
             value.count = min(value.count + 1, MAP_COUNT_MAX)
             return
 
-    cdef Py_ssize_t count_occurrences(self, MapKey* record, Py_ssize_t key, Py_ssize_t first,
-                                      Py_ssize_t end) except -1 nogil:
-        """Counts the continuations of the key's occurrences in [first, end), oldest first; how many they are."""
+    cdef int count_occurrences(self, MapKey* record, Py_ssize_t key, Py_ssize_t first, Py_ssize_t end) except -1 nogil:
+        """Counts the continuations of the key's occurrences in [first, end), oldest first."""
         cdef Py_ssize_t n = 0, k, p
         if first + 1 == end and same_run(self.toks + first, self.toks + key, self.size_n):
             self.count(record, first + self.size_n)
-            return 1
+            return 0
         chain_link(&self.chain, end)
         p = chain_find(&self.chain, self.toks, key, end, chain_first(&self.chain, key))
         while p >= first:
@@ -275,7 +268,7 @@ cdef class NgramMap(Drafter):
             p = chain_find(&self.chain, self.toks, key, end, self.chain.prev[p])
         for k in range(n - 1, -1, -1):
             self.count(record, self.found[k] + self.size_n)
-        return n
+        return 0
 
     cdef int best_value(self, MapKey* record) noexcept nogil:
         """The value to draft: the most frequent one, if it has twice the count of the others; else -1."""
@@ -306,8 +299,6 @@ cdef class NgramMap(Drafter):
         cdef MapKey* record
         cdef int v = 0
         self.drafted_key = NULL
-        if self.dominant:
-            return self.propose_dominant(key)
         if cur < 2 * n + m:
             return 0
         if self.compat and max(self.n_checked, self.n_begin) > cur:
@@ -330,25 +321,6 @@ cdef class NgramMap(Drafter):
             if v < 0:
                 return 0
         return self.copy_value(record, v, match + n)
-
-    cdef Py_ssize_t propose_dominant(self, Py_ssize_t key) except -1 nogil:
-        cdef Py_ssize_t end = key - self.size_m + 1, first      # occurrences that all size_m tokens follow
-        cdef MapKey* record
-        cdef int v
-        if end <= 0 or key < 1:
-            return 0
-        chain_hash(&self.chain, self.toks, self.n_toks)
-        chain_link(&self.chain, end)
-        first = chain_find(&self.chain, self.toks, key, end, chain_first(&self.chain, key))
-        if first < 0:
-            return 0
-        record = self.key_record(key, first)
-        record.hits = min(record.hits + self.count_occurrences(record, key, record.counted, end), MAP_COUNT_MAX)
-        record.counted = <uint32_t>end
-        v = self.best_value(record)
-        if v < 0 or record.hits < self.min_hits:
-            return 0
-        return self.copy_value(record, v, record.values[v].at)
 
     cdef void settle(self, Py_ssize_t n_accepted) noexcept nogil:
         cdef MapValue* value

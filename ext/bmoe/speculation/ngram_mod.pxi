@@ -48,15 +48,11 @@ cdef class NgramMod(Drafter):
     By default the table holds the n-grams of the current request. compat: also those of earlier requests, until
     a prompt leaves more than a quarter of it used, or five drafts in a row were accepted by less than a quarter;
     then everything is dropped.
-
-    key_check: each slot also keeps 32 more bits of the hash, and one of another n-gram counts as empty.
     """
 
     cdef Py_ssize_t n_match, n_min, n_max
     cdef uint64_t size, mask    # mask: size - 1 if size is a power of two, else 0
-    cdef bint key_check
-    cdef int stride             # int32 per slot: the token, and with key_check the upper half of the hash
-    cdef tok_t* slots
+    cdef tok_t* slots           # the token after the n-gram, -1 for none
     cdef uint64_t drop          # MMIX ** n_match, to take the oldest token out of a rolling hash
     cdef Py_ssize_t n_added     # the next position to add
     cdef uint64_t add_hash      # hash of the n-gram at add_at, if add_at >= 0
@@ -70,16 +66,12 @@ cdef class NgramMod(Drafter):
     cdef bint catch_up          # add what is new at the next draft, however little
 
     def __cinit__(self, *, Py_ssize_t n_match=24, Py_ssize_t n_min=48, Py_ssize_t n_max=64,
-                  Py_ssize_t table_size=4194304, bint key_check=False, bint compat=False):
+                  Py_ssize_t table_size=4194304, bint compat=False):
         cdef Py_ssize_t i
-        if key_check and compat:
-            raise ValueError("key_check is a variant of ngram-mod, without compat")
         self.n_match, self.n_min, self.n_max = n_match, n_min, n_max
         self.base_init("ngram-mod", n_max, compat)
         self.size = table_size
         self.mask = table_size - 1 if table_size & (table_size - 1) == 0 else 0
-        self.key_check = key_check
-        self.stride = 2 if key_check else 1
         self.slots = <tok_t*>ngram_table(self.table_bytes())
         if self.slots == NULL:
             raise MemoryError("drafter table")
@@ -94,7 +86,7 @@ cdef class NgramMod(Drafter):
         free(self.filled)
 
     cdef Py_ssize_t table_bytes(self) noexcept nogil:
-        return <Py_ssize_t>self.size * self.stride * <Py_ssize_t>sizeof(tok_t)
+        return <Py_ssize_t>self.size * <Py_ssize_t>sizeof(tok_t)
 
     cdef Py_ssize_t bytes_held(self) noexcept:
         return self.table_bytes() + self.cap_filled * <Py_ssize_t>sizeof(uint32_t)
@@ -118,7 +110,7 @@ cdef class NgramMod(Drafter):
             memset(self.slots, 0xFF, self.table_bytes())
         else:
             for i in range(self.n_filled):
-                self.slots[self.filled[i] * <Py_ssize_t>self.stride] = -1
+                self.slots[self.filled[i]] = -1
         self.n_filled = 0
         self.filled_all = False
         self.used = 0
@@ -140,18 +132,16 @@ cdef class NgramMod(Drafter):
         while p < end:
             # The slots are all over the table: ask for each some n-grams before it is needed.
             while q < end and q < p + MOD_AHEAD:
-                prefetch_write(self.slots + self.slot_of(ahead) * self.stride)
+                prefetch_write(self.slots + self.slot_of(ahead))
                 ahead = self.rolled(ahead, self.toks[q], self.toks[q + n])
                 q += 1
-            slot = self.slots + self.slot_of(h) * self.stride
+            slot = self.slots + self.slot_of(h)
             if slot[0] == -1:
                 self.used += 1
                 if not self.filled_all:
-                    self.filled[self.n_filled] = <uint32_t>((slot - self.slots) // self.stride)
+                    self.filled[self.n_filled] = <uint32_t>(slot - self.slots)
                     self.n_filled += 1
             slot[0] = self.toks[p + n]
-            if self.key_check:
-                slot[1] = <tok_t>(h >> 32)
             h = self.rolled(h, self.toks[p], self.toks[p + n])
             p += 1
         self.add_hash, self.add_at = h, end
@@ -192,8 +182,8 @@ cdef class NgramMod(Drafter):
         cdef Py_ssize_t n = self.n_match, cur = self.n_toks - 1     # llama.cpp's history does not hold the last token
         cdef Py_ssize_t k
         cdef uint64_t h
+        cdef tok_t token
         cdef const tok_t* window = self.toks + self.n_toks - n
-        cdef const tok_t* slot
         self.n_draft = 0
         if cur < n:
             return 0
@@ -203,14 +193,14 @@ cdef class NgramMod(Drafter):
             self.catch_up = False
         h = self.hash_at(self.n_toks - n)
         for k in range(self.n_max):
-            slot = self.slots + self.slot_of(h) * self.stride
-            if slot[0] == -1 or (self.key_check and slot[1] != <tok_t>(h >> 32)):
+            token = self.slots[self.slot_of(h)]
+            if token == -1:
                 if k < self.n_min:
                     return 0
                 self.n_draft = k
                 return k
-            self.out[k] = slot[0]
-            h = self.rolled(h, window[k] if k < n else self.out[k - n], slot[0])
+            self.out[k] = token
+            h = self.rolled(h, window[k] if k < n else self.out[k - n], token)
         self.n_draft = self.n_max
         return self.n_max
 
