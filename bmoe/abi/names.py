@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from importlib import import_module, resources
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -207,15 +208,14 @@ def values(files: Files) -> str:
 )
 def helpers(files: Files) -> str:
     missing, n = [], 0
-    for entry in resources.files("bmoe").iterdir():
-        if not entry.name.endswith(".py"):
-            continue
-        for node in ast.walk(ast.parse(entry.read_text(encoding="utf-8"))):
+    for source in sorted(Path(str(resources.files("bmoe"))).rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llama_cpp."):
                 module = import_module(str(node.module))
                 missing += [f"{node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]
                 n += len(node.names)
     none_missing("not in llama_cpp", missing)
+    expect("classes are imported from llama_cpp", n > 0, True)
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
     given = {"template", "eos_token", "bos_token"}

@@ -62,7 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     g.add_argument("--chatml", action="store_true", help="wrap the prompt in ChatML")
     g.add_argument("--no-think", action="store_true", help="with --chat or --chatml: ask for no thinking")
     g.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end where TEXT comes, without it; repeatable"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end where TEXT comes, or the special token of that name, without it; repeatable",
     )
     g.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-generation token")
 
@@ -295,8 +299,6 @@ def choose_sampling(args: argparse.Namespace, demo_run: bool) -> Sampling:
     """Greedy, unless a flag asks for sampling, with a seed that is drawn; the demo without a prompt has a fixed one."""
     base = demo.SAMPLING if demo_run else Sampling()
     given = {k: getattr(args, k) for k in ("temp", "top_k", "top_p", "seed") if getattr(args, k) is not None}
-    if given.get("seed") == -1:  # as llama.cpp has it
-        given["seed"] = None
     chosen = Sampling(**{**{k: getattr(base, k) for k in ("temp", "top_k", "top_p", "seed")}, **given})
     if chosen.greedy and any(k in given for k in ("top_k", "top_p", "seed")):
         raise UsageError("--top-k, --top-p and --seed need --temp above 0")

@@ -157,7 +157,7 @@ class Sampling:
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"--top-p: {self.top_p} is out of range, give above 0 up to 1")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise UsageError(f"--seed: {self.seed} is out of range, give 0 to {MAX_SEED}, or -1 to have one drawn")
+            raise UsageError(f"--seed: {self.seed} is out of range, give 0 to {MAX_SEED}")
 
     @property
     def greedy(self) -> bool:
