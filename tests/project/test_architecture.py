@@ -9,6 +9,7 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
+import package_picture
 import pytest
 from cli_process import ROOT
 
@@ -203,6 +204,11 @@ def test_the_document_has_the_packages_in_order() -> None:
         assert all(order.index(other) > order.index(name) for other in said), f"docs/architecture.md: {name} is too low"
     extensions = {f"{p.parent.name}/{p.name}" for p in (ROOT / "ext").rglob("*.pyx")}
     assert {e for e in extensions if f"`{e}`" not in TEXT} == set(), "add it to the extensions in docs/architecture.md"
+
+
+def test_the_picture_is_of_these_packages() -> None:
+    drawn = package_picture.picture(package_picture.packages())
+    assert (ROOT / "docs" / "packages.svg").read_text(encoding="utf-8") == drawn, "run tests/project/package_picture.py"
 
 
 def test_tests_follow_the_packages() -> None:
