@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ..llama import llama
+from ..llama import library as llama
 
 SECONDS = 120.0
 """How long a check may take."""

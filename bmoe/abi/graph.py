@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..llama import _ggml, llama
+from ..llama import _ggml
+from ..llama import library as llama
 from . import tiny
 from .check import BrokenError, Files, check, expect
 from .layout import LAYOUTS
@@ -165,7 +166,7 @@ def reuse(files: Files) -> str:
 @check(
     "graph: abort",
     f"abort_callback is called while a graph runs; llama_decode then returns {llama.ABORTED}",
-    "bmoe/llama/llama.py (ABORTED)",
+    "bmoe/llama/library.py (ABORTED)",
     NEEDS,
 )
 def abort(files: Files) -> str:
@@ -202,7 +203,7 @@ def full(files: Files) -> str:
 @check(
     "memory: taken back",
     "llama_memory_seq_rm(0, n, -1) keeps the first n tokens",
-    "bmoe/llama/llama.py (Context)",
+    "bmoe/llama/library.py (Context)",
     NEEDS,
 )
 def taken_back(files: Files) -> str:
@@ -219,7 +220,10 @@ def taken_back(files: Files) -> str:
 
 
 @check(
-    "text: tokens", "llama_tokenize and llama_token_to_piece return -n for a short buffer", "bmoe/llama/llama.py", NEEDS
+    "text: tokens",
+    "llama_tokenize and llama_token_to_piece return -n for a short buffer",
+    "bmoe/llama/library.py",
+    NEEDS,
 )
 def text(files: Files) -> str:
     stock = Stock(files.demo)

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import AbiError
-from ..llama import _ggml, llama
+from ..llama import _ggml
+from ..llama import library as llama
 from .check import BrokenError, Files, SkippedError, check, expect, none_missing
 from .names import FUNCTIONS, bindings, tree_of
 
@@ -25,7 +26,7 @@ USED = {
     "__init__": {"params": "llama_context_params"},
     "decode_each": {"batch": "llama_batch"},
 }
-"""In which functions of bmoe/llama/llama.py which variable is which structure of the bindings."""
+"""In which functions of bmoe/llama/library.py which variable is which structure of the bindings."""
 IN_HEADERS = ("llama_model_params", "llama_context_params", "llama_batch", "llama_sampler_chain_params")
 
 Members = dict[str, tuple[int, int]]
@@ -33,7 +34,7 @@ Members = dict[str, tuple[int, int]]
 
 
 def fields_used() -> dict[str, set[str]]:
-    """The fields that bmoe/llama/llama.py reads or sets: one that ctypes does not know would be set without effect."""
+    """The fields that bmoe/llama/library.py sets or reads: one ctypes does not know would be set without effect."""
     found: dict[str, set[str]] = {}
     for function in ast.walk(tree_of(llama)):
         if not isinstance(function, ast.FunctionDef) or function.name not in USED:
@@ -48,7 +49,9 @@ def fields_used() -> dict[str, set[str]]:
     return found
 
 
-@check(FIELDS, "the bindings' structures have the fields that bmoe sets", "bmoe/llama/llama.py", ("names: llama_cpp",))
+@check(
+    FIELDS, "the bindings' structures have the fields that bmoe sets", "bmoe/llama/library.py", ("names: llama_cpp",)
+)
 def fields(files: Files) -> str:
     missing, n = [], 0
     for struct, names in fields_used().items():
@@ -135,7 +138,9 @@ def of_rows(files: Files) -> str:
     return "1 structure"
 
 
-@check("layout: own structures against llama.h", "what the bindings leave out is as bmoe has it", "bmoe/llama/llama.py")
+@check(
+    "layout: own structures against llama.h", "what the bindings leave out is as bmoe has it", "bmoe/llama/library.py"
+)
 def own(files: Files) -> str:
     compare("llama_model_tensor_buft_override", _headers() / "llama.h", *_of_ctypes(llama._BuftOverride))
     compare("gguf_init_params", _headers() / "gguf.h", *_of_ctypes(llama.GgufInitParams))

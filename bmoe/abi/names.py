@@ -12,8 +12,9 @@ from importlib import import_module, resources
 from types import ModuleType
 from typing import Any
 
-from ..llama import _ggml, llama
+from ..llama import _ggml
 from ..llama import head as llama_mtp
+from ..llama import library as llama
 from .check import BrokenError, Files, SkippedError, check, expect, none_missing
 
 # fmt: off
@@ -69,14 +70,18 @@ def used_of_bindings(module: ModuleType) -> set[str]:
     return {n.attr for n in ast.walk(tree_of(module)) if isinstance(n, ast.Attribute) and _is_bindings(n.value)}
 
 
-@check("names: llama_cpp", "llama_cpp loads, and its library is the one that is loaded", "bmoe/llama/llama.py (check)")
+@check(
+    "names: llama_cpp", "llama_cpp loads, and its library is the one that is loaded", "bmoe/llama/library.py (check)"
+)
 def loads(files: Files) -> str:
     path = bindings()._lib._name
     _ggml.connect(os.fsencode(os.path.realpath(path)))
     return str(path).rpartition("/")[2]
 
 
-@check(BINDINGS, "every name that bmoe takes from the bindings is there", "bmoe/llama/llama.py", ("names: llama_cpp",))
+@check(
+    BINDINGS, "every name that bmoe takes from the bindings is there", "bmoe/llama/library.py", ("names: llama_cpp",)
+)
 def in_the_bindings(files: Files) -> str:
     used = used_of_bindings(llama)
     none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))
@@ -95,7 +100,7 @@ def in_the_bindings_for_mtp(files: Files) -> str:
     return f"{len(used)} names"
 
 
-@check(LEFT_OUT, "libllama has the functions that the bindings leave out", "bmoe/llama/llama.py (FUNCTIONS)")
+@check(LEFT_OUT, "libllama has the functions that the bindings leave out", "bmoe/llama/library.py (FUNCTIONS)")
 def without_bindings(files: Files) -> str:
     lib = library()
     none_missing("not in libllama", (n for n in llama.FUNCTIONS if not has(lib, n)))
@@ -191,7 +196,7 @@ def operations(files: Files) -> str:
     return f"{len(GRAPH_OPS) + len(UNARY_OPS)} operations"
 
 
-@check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama/llama.py (load_model)")
+@check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama/library.py (load_model)")
 def values(files: Files) -> str:
     c, numbers = bindings(), {"LLAMA_LOAD_MODE_NONE": 0, "LLAMA_LAZY_MODE_OFF": 0}
     none_missing("not in llama_cpp", (n for n in numbers if not hasattr(c, n)))

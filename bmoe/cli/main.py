@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from .. import llama
 from ..engine import chat, demo
 from ..engine.config import DEFAULT_SNAPSHOTS, EngineConfig, Sampling
 from ..engine.engine import Engine
 from ..engine.stop_strings import StopStrings
 from ..errors import BmoeError, UsageError
-from ..llama import llama
 from ..observe.diagnosis import diagnose
 from ..speculation.drafting import add_draft_flags, spec_from_args
 from ..version import __version__

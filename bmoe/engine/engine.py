@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .. import llama
 from ..accounting.counters import StreamCounters
 from ..errors import BmoeError, ModelError, UsageError
 from ..experts import slots, warm_start
@@ -18,7 +19,6 @@ from ..experts.budget import CacheDecision, advice, decide
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer, expert_layers, open_model_file
 from ..host import _memory, memory
-from ..llama import llama
 from ..llama.head import HeadContext, TargetRows
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from ..speculation import mtp

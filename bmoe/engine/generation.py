@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from .. import llama
 from ..accounting.counters import StreamCounters
 from ..accounting.results import GenerationResult, Token
 from ..accounting.timing import DRAFT, GRAPH, LOOP, OUTPUT, Clock
 from ..accounting.token_cost import Meter
 from ..errors import BmoeError, ReadError, UsageError
 from ..host import memory
-from ..llama import llama
 from ..speculation import mtp
 from ..speculation.verify import Choice, Step, verify_steps
 from .config import Sampling

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .. import llama
 from ..accounting.bytes_by_cause import FlashSplit
 from ..accounting.results import Token
 from ..errors import UsageError
 from ..host import memory
-from ..llama import llama
 from .config import Sampling
 from .generation import Generation, _Stopped
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import llama
 from ..engine.config import EngineConfig
 from ..engine.planning import (
     ContextPlan,
@@ -23,7 +24,6 @@ from ..experts.budget import CacheDecision, CacheRequest, MiB, ModelSizes, advic
 from ..experts.weights import dense_runs
 from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers, open_model_file
 from ..host import _memory, memory
-from ..llama import llama
 from ..llama.head import HeadContext, TargetRows
 from ..speculation import mtp
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AbiError, BmoeError
-from . import llama
+from . import library as llama
 
 Rows = npt.NDArray[np.float32]
 

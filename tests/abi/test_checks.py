@@ -15,12 +15,12 @@ from cli_process import ROOT, environment
 from bmoe.abi import names
 from bmoe.abi.check import BROKEN, OK, SKIPPED
 from bmoe.cli.commands import abi
-from bmoe.llama import llama
+from bmoe.llama import library as llama
 
 RUN = """
 import ctypes, os, signal, sys, time
 from bmoe.gguf import header as gguf_header
-from bmoe.llama import _ggml, head as llama_mtp, llama
+from bmoe.llama import _ggml, head as llama_mtp, library as llama
 from bmoe.cli.commands import abi
 from bmoe.abi import check, graph, heads, layout, names, stock, streaming
 {fault}

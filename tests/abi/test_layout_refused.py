@@ -12,7 +12,8 @@ from abi_shim import CC, build_shim
 from cli_process import environment
 
 import bmoe
-from bmoe.llama import _ggml, llama
+from bmoe.llama import _ggml
+from bmoe.llama import library as llama
 
 
 def test_the_installed_one_is_right() -> None:
@@ -53,14 +54,14 @@ def test_the_pin_is_one() -> None:
     assert f'"llama-cpp-python=={llama.PINNED}"' in text
 
 
-COMMAND = "import sys, bmoe.llama.llama; {}; from bmoe.cli.main import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys, bmoe.llama.library; {}; from bmoe.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (
-            "bmoe.llama.llama.PINNED = '9.9.9'",
+            "bmoe.llama.library.PINNED = '9.9.9'",
             "but this bmoe works with 9.9.9 only: pip install llama-cpp-python==9.9.9",
         ),
         # None in sys.modules makes an import of it fail.

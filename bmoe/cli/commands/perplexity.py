@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ... import llama
 from ...accounting.counters import StreamCounters
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.scoring import Tally, Window, text_bytes, windows
 from ...errors import UsageError
-from ...llama import llama
 from ...version import __version__
 from .. import summary
 from ..flags import (
