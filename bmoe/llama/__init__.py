@@ -1,32 +1,20 @@
-"""The only place that knows llama.cpp: its bindings, models, contexts, samplers, and the layout check (docs/abi.md).
+"""The only place that knows llama.cpp, and the layout check that comes before it (docs/abi.md).
+
+`library`: the pinned release, the bindings and what they leave out; `log`: why it gave up. `model`, `vocabulary`,
+`context`, `sampler`: its objects. `head`: the context of a model's own heads. `_ggml`: ggml's binary interface.
 
 Imports: nothing.
 """
 
 from __future__ import annotations
 
+from .context import ABORTED, BufferSizes, Context
 from .head import HEADS, HeadContext, Rows, TargetRows
-from .library import (
-    ABORTED,
-    BufferSizes,
-    Context,
-    GgufInitParams,
-    Model,
-    SamplerChain,
-    adds_bos,
-    bos_token,
-    captured_log,
-    check,
-    exit_on_abort,
-    first_complaint,
-    is_end,
-    lib,
-    load_model,
-    piece,
-    special_text,
-    tokenize,
-    type_name,
-)
+from .library import GgufInitParams, check, exit_on_abort, lib, type_name
+from .log import captured_log, first_complaint
+from .model import Model, load_model
+from .sampler import SamplerChain
+from .vocabulary import adds_bos, bos_token, is_end, piece, special_text, tokenize
 
 __all__ = [
     "ABORTED",
