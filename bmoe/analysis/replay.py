@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from ..experts.slots import share_out
 from ..streamer._cache import ExpertCache
-from .route_trace import RoutedBatch, RouteTrace, TraceError
+from .route_trace import RoutedBatch, RouteTrace
+from .table import TableError
 
 POLICIES = ("votes", "lru")
 
@@ -69,7 +70,7 @@ class CacheReplay:
 
     @classmethod
     def recorded(cls, trace: RouteTrace) -> CacheReplay:
-        """The cache of the run that wrote the trace. Raises TraceError where its preamble does not tell."""
+        """The cache of the run that wrote the trace. Raises TableError where its preamble does not tell."""
         try:
             order = sorted(trace.expert_bytes)
             facts = [trace.layers[layer] for layer in order]
@@ -79,7 +80,7 @@ class CacheReplay:
             return cls(trace, classes, slots, quotas, policy, n_used, experts)
         except (KeyError, ValueError) as e:
             what = f"has no {e}" if isinstance(e, KeyError) else f"does not fit together: {e}"
-            raise TraceError(f"{trace.path}: the preamble {what}: the cache of its run is not known") from None
+            raise TableError(f"{trace.path}: the preamble {what}: the cache of its run is not known") from None
 
     @classmethod
     def of_budget(cls, trace: RouteTrace, budget: int, policy: str) -> CacheReplay:
@@ -127,7 +128,7 @@ class CacheReplay:
             else:
                 self._expert_event(name, self.index[numbers[0]], *numbers[1:])
         except (IndexError, KeyError, TypeError, ValueError):
-            raise TraceError(f"{self.trace.path}: event {event[:40]!r} is not one that bmoe writes") from None
+            raise TableError(f"{self.trace.path}: event {event[:40]!r} is not one that bmoe writes") from None
 
     def _expert_event(self, name: str, layer: int, expert: int = -1) -> None:
         held = self._held[self.classes[layer]]

@@ -1,16 +1,15 @@
-"""One page that shows a trace: figures and the library that draws them in one file, nothing is fetched."""
+"""Figures of a route trace or an I/O trace, for one page that a browser opens offline."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
 from .io_trace import IoTrace
 from .locality import DISTANCES, Agreement, Hot, Point, Recorded, Reuse, residency_map
+from .plots import require_plotly
 from .route_trace import RouteTrace
 
 if TYPE_CHECKING:
@@ -19,32 +18,6 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 4000
 """Columns of the residency map at most; more steps are averaged."""
 MiB = 1 << 20
-_STYLE = (
-    "body{font:15px/1.45 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
-    "pre{overflow-x:auto;white-space:pre-wrap}"
-)
-
-
-def require_plotly() -> ModuleType:
-    """plotly.graph_objects. Raises UsageError where it is not installed."""
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise UsageError("--html needs plotly: pip install 'bmoe[plots]', or pip install plotly") from None
-    return go  # type: ignore[no-any-return]
-
-
-def page(title: str, summary: Sequence[str], figures: Sequence[Any]) -> str:
-    """The page: the summary as text, then the figures."""
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displaylogo": False, "responsive": True})
-        for i, figure in enumerate(figures)
-    ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
-        f"<pre>{html.escape(chr(10).join(summary))}</pre>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
 
 
 def route_figures(

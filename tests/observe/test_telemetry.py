@@ -21,7 +21,8 @@ from tiny_mtp import TinyMtp
 import bmoe
 from bmoe.accounting.timing import GRAPH, LOOP, OUTPUT, Clock, TimeSplit
 from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
-from bmoe.analysis.run_csv import CsvError, read_run
+from bmoe.analysis.run_csv import read_run
+from bmoe.analysis.table import TableError
 from bmoe.cli import main
 from bmoe.host import _memory, memory
 from bmoe.host.probe import Probe
@@ -467,6 +468,6 @@ def test_a_run_that_generates_nothing(moe: Path, tmp_path: Path) -> None:
     done = run("-m", moe, "-p", "Hello", "-n", "0", *FAST, "--csv", path)
     assert done.code == 0, done
     assert rows_of(path) == []
-    with pytest.raises(CsvError, match="no rows after line"):
+    with pytest.raises(TableError, match="no rows after line"):
         read_run(path)
     assert "cannot tell what bounds this run: 0 tokens" in done.err

@@ -22,7 +22,8 @@ from reference import Resident, prompt_ids
 import bmoe
 from bmoe.analysis import io_trace
 from bmoe.analysis.replay import CacheReplay, Tally
-from bmoe.analysis.route_trace import RouteTrace, TraceError, read_trace
+from bmoe.analysis.route_trace import RouteTrace, read_trace
+from bmoe.analysis.table import TableError
 from bmoe.errors import ReadError, UsageError
 from bmoe.host import files
 from bmoe.observe import tracing
@@ -432,7 +433,7 @@ def test_events_that_nobody_writes_are_refused(traced: tuple[Path, Path, Any], t
     for event in ("burn:3", "warm:0", "forget", "load:99:1", "reject:x"):
         bad = tmp_path / "bad.csv"
         bad.write_text(re.sub(r"left:\d+", event, text, count=1))
-        with pytest.raises(TraceError, match="event"):
+        with pytest.raises(TableError, match="event"):
             CacheReplay.recorded(read_trace(bad)).run()
 
 

@@ -6,10 +6,11 @@ import argparse
 from pathlib import Path
 
 from ...analysis import locality as analysis
-from ...analysis import trace_page
+from ...analysis import plots, trace_page
 from ...analysis.io_trace import IoTrace, is_io_trace, read_io_trace, summarise
 from ...analysis.replay import CacheReplay
-from ...analysis.route_trace import RouteTrace, TraceError, read_trace
+from ...analysis.route_trace import RouteTrace, read_trace
+from ...analysis.table import TableError
 from ...errors import BmoeError
 from ...host.files import check_writable, write_whole
 from ..flags import Parser
@@ -35,13 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Prints the summary on stdout."""
     if args.html is not None:
-        trace_page.require_plotly()
+        plots.require_plotly()
         check_writable(args.html, "--html", [args.file])
     lines, figures = _io(args) if is_io_trace(args.file) else _routes(args)
     write("\n".join(lines) + "\n")
     if args.html is not None:
         try:
-            write_whole(args.html, trace_page.page(f"bmoe trace: {args.file.name}", lines, figures))
+            write_whole(args.html, plots.page(f"bmoe trace: {args.file.name}", lines, figures))
         except OSError as e:
             raise BmoeError(f"--html: cannot write {args.html}: {e.strerror}") from None
         say(f"bmoe: {args.html} written")
@@ -91,7 +92,7 @@ def head_lines(trace: RouteTrace, had: analysis.Recorded | None) -> list[str]:
     if "slots" in h:
         try:
             tally = CacheReplay.recorded(trace).run()
-        except TraceError as e:
+        except TableError as e:
             return [*lines, f"replay: {e}"]
         same = had is not None and all(tally.count(p) == (had.hits[p], had.looked[p]) for p in (0, 1))
         lines.append(
