@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..accounting.token_cost import Cost
 from ..accounting.token_record import TokenRecord
-from ..host.probe import HostSample, Probe
+from ..host.sampling import HostSample, HostSampler
 from ..speculation.verify import Step
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ class Recorder:
 
     def __init__(self, engine: Engine, steps: int) -> None:
         self._engine, self._steps = engine, steps
-        self._probe = Probe(visible_dense(engine))
+        self._probe = HostSampler(visible_dense(engine))
         self._last = self._probe.sample()
         self._page_size = os.sysconf("SC_PAGE_SIZE")
 
