@@ -19,7 +19,7 @@ POLICIES = ("votes", "lru")
 
 
 @dataclass
-class Tally:
+class ReplayCounts:
     """What a replay counted, in experts of a layer's batch, each once; `read` in bytes.
 
     `hits` and `looked`: by turn and phase (0 prefill, 1 decode). `evictions`, `rereads` as the engine counts them.
@@ -65,7 +65,7 @@ class CacheReplay:
         self.classes, self.quotas = list(layer_class), list(quotas)
         self.cache = ExpertCache(list(n_expert), self.classes, list(slots), policy, max(1, min(n_used, 255)))
         self.epoch = 0
-        self.tally = Tally()
+        self.counts = ReplayCounts()
         self._held: dict[int, list[int]] = defaultdict(list)
 
     @classmethod
@@ -94,7 +94,7 @@ class CacheReplay:
         quotas = [slots[k] // members[k] for k in classes]
         return cls(trace, classes, slots, quotas, policy, used, [trace.n_expert] * len(order))
 
-    def run(self) -> Tally:
+    def run(self) -> ReplayCounts:
         """Routes the whole trace through the cache."""
         told = self.trace.events is not None
         for batch in self.trace.batches():
@@ -103,17 +103,17 @@ class CacheReplay:
             for event in batch.events:
                 self._event(event)
             self._route(batch)
-        _, _, self.tally.evictions, self.tally.rereads = self.cache.counters()
-        return self.tally
+        _, _, self.counts.evictions, self.counts.rereads = self.cache.counters()
+        return self.counts
 
     def _route(self, batch: RoutedBatch) -> None:
         layer = self.index[batch.layer]
         hits, misses = self.cache.route(layer, batch.rows, self.epoch, self.quotas[layer], batch.routed)
         self.epoch += 1
         key = batch.turn, batch.phase
-        self.tally.hits[key] += len(hits)
-        self.tally.looked[key] += len(hits) + len(misses)
-        self.tally.read += len(misses) * self.trace.expert_bytes[batch.layer]
+        self.counts.hits[key] += len(hits)
+        self.counts.looked[key] += len(hits) + len(misses)
+        self.counts.read += len(misses) * self.trace.expert_bytes[batch.layer]
 
     def _event(self, event: str) -> None:
         try:

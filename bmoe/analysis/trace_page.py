@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .io_trace import IoTrace
-from .locality import DISTANCES, Agreement, Hot, Point, Recorded, Reuse, residency_map
+from .locality import DISTANCES, Agreement, CurvePoint, HotExperts, RecordedHits, ReuseDistances, residency_map
 from .plots import require_plotly
 from .route_trace import RouteTrace
 
@@ -22,11 +22,11 @@ MiB = 1 << 20
 
 def route_figures(
     trace: RouteTrace,
-    points: Sequence[Point],
-    run: Recorded | None,
+    points: Sequence[CurvePoint],
+    run: RecordedHits | None,
     budget: int | None,
-    distances: Reuse,
-    heat: Sequence[Hot],
+    distances: ReuseDistances,
+    heat: Sequence[HotExperts],
     agreements: Sequence[Agreement],
 ) -> list[Any]:
     """Figures of a route trace. `budget`: bytes of slots of the run that wrote it, None where that is not known."""
@@ -70,7 +70,7 @@ def _map(go: ModuleType, trace: RouteTrace) -> Any:
     return figure
 
 
-def _curve(go: ModuleType, points: Sequence[Point], run: Recorded | None, budget: int | None) -> Any:
+def _curve(go: ModuleType, points: Sequence[CurvePoint], run: RecordedHits | None, budget: int | None) -> Any:
     figure = go.Figure()
     for policy in points[0].rates if points else ():
         figure.add_scatter(
@@ -91,7 +91,7 @@ def _curve(go: ModuleType, points: Sequence[Point], run: Recorded | None, budget
     return figure
 
 
-def _reuse(go: ModuleType, distances: Reuse) -> Any:
+def _reuse(go: ModuleType, distances: ReuseDistances) -> Any:
     names = bucket_names()
     total = max(1, distances.total)
     values = [n / total for n in (*distances.counts, distances.first)]
@@ -109,7 +109,7 @@ def bucket_names() -> list[str]:
     return [*names, f"over {DISTANCES[-1]}"]
 
 
-def _hot(go: ModuleType, heat: Sequence[Hot]) -> Any:
+def _hot(go: ModuleType, heat: Sequence[HotExperts]) -> Any:
     ranked = [np.sort(h.counts)[::-1] / max(1, h.counts.sum()) for h in heat]
     order = [np.argsort(-h.counts, kind="stable").tolist() for h in heat]
     figure = go.Figure(

@@ -10,9 +10,8 @@ from ..accounting.counters import StreamCounters
 from ..accounting.results import GenerationResult
 from ..engine.config import Sampling
 from ..engine.engine import Engine
-from ..errors import BmoeError
 from ..host import memory
-from ..host.files import write_whole
+from ..host.files import write_output
 from ..observe.diagnosis import Diagnosis
 from ..version import __version__
 
@@ -139,9 +138,6 @@ def warm_start(engine: Engine) -> dict[str, Any] | None:
     }
 
 
-def write_json(path: Path, data: dict[str, Any], flag: str = "--metrics-json") -> None:
+def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes `data` whole or not at all; a device or pipe is written to. Raises BmoeError."""
-    try:
-        write_whole(path, json.dumps(data, indent=1) + "\n")
-    except OSError as e:
-        raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
+    write_output(path, json.dumps(data, indent=1) + "\n", "--metrics-json")

@@ -8,7 +8,7 @@ Imports: nothing.
 
 from __future__ import annotations
 
-from .files import LineFile, check_outputs, check_writable, write_whole
+from .files import LineFile, check_outputs, check_writable, write_output, write_whole
 from .memory import MemoryFacts, ProcessMemory, major_faults, read_memory_facts, read_process_memory
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "major_faults",
     "read_memory_facts",
     "read_process_memory",
+    "write_output",
     "write_whole",
 ]

@@ -14,8 +14,7 @@ from ...accounting.token_record import TIME_COLUMNS
 from ...analysis import plots, run_page, run_stats
 from ...analysis.run_csv import Run, read_run
 from ...analysis.run_stats import METRICS, Estimate
-from ...errors import BmoeError
-from ...host.files import check_writable, write_whole
+from ...host.files import check_writable, write_output
 from ..flags import Parser
 from ..terminal import say, write
 
@@ -57,10 +56,7 @@ def run(args: argparse.Namespace) -> int:
     write("\n".join(lines[:-1]) + "\n")
     if args.html is not None:
         page = plots.page("bmoe report", lines, run_page.figures(names, runs, [each[0] for each in found]))
-        try:
-            write_whole(args.html, page)
-        except OSError as e:
-            raise BmoeError(f"--html: cannot write {args.html}: {e.strerror}") from None
+        write_output(args.html, page, "--html")
         say(f"bmoe: {args.html} written")
     return 0
 
