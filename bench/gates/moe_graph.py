@@ -20,7 +20,7 @@ import numpy.typing as npt
 from reference import Tensor
 
 from bmoe.host._memory import Region
-from bmoe.llama import llama
+from bmoe.llama import library
 from bmoe.streamer._cache import ExpertCache
 from bmoe.streamer._reads import ALIGNMENT, Lanes
 from bmoe.streamer._streamer import Streamer
@@ -50,8 +50,8 @@ class _Plan(ctypes.Structure):
 
 
 def _bind() -> Any:
-    llama.check()
-    lib = ctypes.CDLL(os.path.realpath(llama.C._lib._name))
+    library.check()
+    lib = ctypes.CDLL(os.path.realpath(library.C._lib._name))
     p, i, n = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "ggml_init": (p, [_Init]),

@@ -29,10 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 import bmoe
+from bmoe import llama
 from bmoe.accounting.counters import StreamCounters
 from bmoe.engine.scoring import text_bytes, windows
 from bmoe.experts import slots
-from bmoe.llama import llama
 
 MiB = 1 << 20
 Floats = npt.NDArray[np.float64]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from ..llama import llama
+from ..llama import library
 
 SECONDS = 120.0
 """How long a check may take."""
@@ -155,7 +155,7 @@ def _child(work: Callable[[], str], installed: str, reply: int, noise: int) -> N
         os.dup2(null, 1)
         os.dup2(noise, 2)
         # The release that is there is the one to be judged, whatever the pin.
-        llama.PINNED = installed
+        library.PINNED = installed
         state, said = OK, work()
     except SkippedError as e:
         state, said = SKIPPED, str(e)

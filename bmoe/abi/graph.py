@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..llama import _ggml, llama
+from .. import llama
+from ..llama import _ggml
 from . import tiny
 from .check import BrokenError, Files, check, expect
 from .layout import LAYOUTS
-from .names import library
+from .names import libllama
 from .stock import Stock, some_tokens
 
 NEEDS = ("names: llama_cpp", *LAYOUTS)
@@ -44,7 +45,7 @@ class Watcher:
         self._at = {name: at for name, (at, _) in _ggml.layout()["ggml_tensor"][1].items()}
         self._fun = _Custom(self._run)
         self._address = ctypes.cast(self._fun, ctypes.c_void_p).value or 0
-        lib = library()
+        lib = libllama()
         lib.ggml_op_name.restype = ctypes.c_char_p
         names = [lib.ggml_op_name(i) for i in range(64)]
         self._matmul = names.index(b"MUL_MAT_ID")
@@ -165,7 +166,7 @@ def reuse(files: Files) -> str:
 @check(
     "graph: abort",
     f"abort_callback is called while a graph runs; llama_decode then returns {llama.ABORTED}",
-    "bmoe/llama/llama.py (ABORTED)",
+    "bmoe/llama/context.py (ABORTED)",
     NEEDS,
 )
 def abort(files: Files) -> str:
@@ -202,7 +203,7 @@ def full(files: Files) -> str:
 @check(
     "memory: taken back",
     "llama_memory_seq_rm(0, n, -1) keeps the first n tokens",
-    "bmoe/llama/llama.py (Context)",
+    "bmoe/llama/context.py (Context)",
     NEEDS,
 )
 def taken_back(files: Files) -> str:
@@ -219,7 +220,10 @@ def taken_back(files: Files) -> str:
 
 
 @check(
-    "text: tokens", "llama_tokenize and llama_token_to_piece return -n for a short buffer", "bmoe/llama/llama.py", NEEDS
+    "text: tokens",
+    "llama_tokenize and llama_token_to_piece return -n for a short buffer",
+    "bmoe/llama/vocabulary.py",
+    NEEDS,
 )
 def text(files: Files) -> str:
     stock = Stock(files.demo)

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import AbiError
-from ..llama import _ggml, llama
+from ..llama import _ggml
+from ..llama.library import GgufInitParams
+from ..llama.model import BuftOverride
 from .check import BrokenError, Files, SkippedError, check, expect, none_missing
-from .names import FUNCTIONS, bindings, tree_of
+from .names import FUNCTIONS, bindings, llama_modules, tree_of
 
 FIELDS = "layout: fields of parameters"
 USED = {
@@ -25,7 +27,7 @@ USED = {
     "__init__": {"params": "llama_context_params"},
     "decode_each": {"batch": "llama_batch"},
 }
-"""In which functions of bmoe/llama/llama.py which variable is which structure of the bindings."""
+"""In which functions of bmoe/llama/*.py which variable is which structure of the bindings."""
 IN_HEADERS = ("llama_model_params", "llama_context_params", "llama_batch", "llama_sampler_chain_params")
 
 Members = dict[str, tuple[int, int]]
@@ -33,9 +35,9 @@ Members = dict[str, tuple[int, int]]
 
 
 def fields_used() -> dict[str, set[str]]:
-    """The fields that bmoe/llama/llama.py reads or sets: one that ctypes does not know would be set without effect."""
+    """The fields that bmoe/llama/*.py reads or sets: one that ctypes does not know would be set without effect."""
     found: dict[str, set[str]] = {}
-    for function in ast.walk(tree_of(llama)):
+    for function in (node for module in llama_modules() for node in ast.walk(tree_of(module))):
         if not isinstance(function, ast.FunctionDef) or function.name not in USED:
             continue
         for node in ast.walk(function):
@@ -48,7 +50,12 @@ def fields_used() -> dict[str, set[str]]:
     return found
 
 
-@check(FIELDS, "the bindings' structures have the fields that bmoe sets", "bmoe/llama/llama.py", ("names: llama_cpp",))
+@check(
+    FIELDS,
+    "the bindings' structures have the fields that bmoe sets",
+    "bmoe/llama/model.py (load_model), bmoe/llama/context.py (Context)",
+    ("names: llama_cpp",),
+)
 def fields(files: Files) -> str:
     missing, n = [], 0
     for struct, names in fields_used().items():
@@ -135,10 +142,14 @@ def of_rows(files: Files) -> str:
     return "1 structure"
 
 
-@check("layout: own structures against llama.h", "what the bindings leave out is as bmoe has it", "bmoe/llama/llama.py")
+@check(
+    "layout: own structures against llama.h",
+    "what the bindings leave out is as bmoe has it",
+    "bmoe/llama/model.py (BuftOverride), bmoe/llama/library.py (GgufInitParams)",
+)
 def own(files: Files) -> str:
-    compare("llama_model_tensor_buft_override", _headers() / "llama.h", *_of_ctypes(llama._BuftOverride))
-    compare("gguf_init_params", _headers() / "gguf.h", *_of_ctypes(llama.GgufInitParams))
+    compare("llama_model_tensor_buft_override", _headers() / "llama.h", *_of_ctypes(BuftOverride))
+    compare("gguf_init_params", _headers() / "gguf.h", *_of_ctypes(GgufInitParams))
     return "2 structures"
 
 

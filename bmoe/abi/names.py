@@ -9,13 +9,16 @@ import os
 import re
 from collections.abc import Iterator
 from importlib import import_module, resources
-from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..llama import _ggml, llama
-from ..llama import head as llama_mtp
+from .. import llama
+from ..llama import _ggml, head, library
 from .check import BrokenError, Files, SkippedError, check, expect, none_missing
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 # fmt: off
 GRAPH_OPS = frozenset({
@@ -40,7 +43,7 @@ def bindings() -> Any:
         raise BrokenError(f"llama_cpp cannot be loaded: {e}") from None
 
 
-def library() -> ctypes.CDLL:
+def libllama() -> ctypes.CDLL:
     """libllama, and through it the libraries that it needs."""
     return ctypes.CDLL(bindings()._lib._name)
 
@@ -54,6 +57,12 @@ def has(lib: ctypes.CDLL, name: str) -> bool:
     return True
 
 
+def llama_modules() -> list[ModuleType]:
+    """The modules of bmoe.llama that every run needs: all that is Python but the head's, which only --mtp needs."""
+    names = [m.name for m in iter_modules(llama.__path__) if not m.name.startswith("_")]
+    return [import_module(f"{llama.__name__}.{name}") for name in names if name != "head"]
+
+
 def tree_of(module: ModuleType) -> ast.Module:
     """The parsed source of a module of bmoe's: what it uses is read there, so that no list of it can be outdated."""
     return ast.parse(inspect.getsource(module))
@@ -65,21 +74,29 @@ def _is_bindings(node: ast.expr) -> bool:
     return isinstance(node, ast.Attribute) and node.attr == "C"
 
 
-def used_of_bindings(module: ModuleType) -> set[str]:
-    """The names that a module takes from the bindings."""
-    return {n.attr for n in ast.walk(tree_of(module)) if isinstance(n, ast.Attribute) and _is_bindings(n.value)}
+def used_of_bindings(*modules: ModuleType) -> set[str]:
+    """The names that modules take from the bindings."""
+    nodes = (node for module in modules for node in ast.walk(tree_of(module)))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and _is_bindings(n.value)}
 
 
-@check("names: llama_cpp", "llama_cpp loads, and its library is the one that is loaded", "bmoe/llama/llama.py (check)")
+@check(
+    "names: llama_cpp", "llama_cpp loads, and its library is the one that is loaded", "bmoe/llama/library.py (check)"
+)
 def loads(files: Files) -> str:
     path = bindings()._lib._name
     _ggml.connect(os.fsencode(os.path.realpath(path)))
     return str(path).rpartition("/")[2]
 
 
-@check(BINDINGS, "every name that bmoe takes from the bindings is there", "bmoe/llama/llama.py", ("names: llama_cpp",))
+@check(
+    BINDINGS,
+    "every name that bmoe takes from the bindings is there",
+    "bmoe/llama/*.py (library.C)",
+    ("names: llama_cpp",),
+)
 def in_the_bindings(files: Files) -> str:
-    used = used_of_bindings(llama)
+    used = used_of_bindings(*llama_modules())
     none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))
     return f"{len(used)} names"
 
@@ -91,21 +108,21 @@ def in_the_bindings(files: Files) -> str:
     ("names: llama_cpp",),
 )
 def in_the_bindings_for_mtp(files: Files) -> str:
-    used = used_of_bindings(llama_mtp)
+    used = used_of_bindings(head)
     none_missing("not in llama_cpp", (n for n in used if not hasattr(bindings(), n)))
     return f"{len(used)} names"
 
 
-@check(LEFT_OUT, "libllama has the functions that the bindings leave out", "bmoe/llama/llama.py (FUNCTIONS)")
+@check(LEFT_OUT, "libllama has the functions that the bindings leave out", "bmoe/llama/library.py (FUNCTIONS)")
 def without_bindings(files: Files) -> str:
-    lib = library()
-    none_missing("not in libllama", (n for n in llama.FUNCTIONS if not has(lib, n)))
-    return f"{len(llama.FUNCTIONS)} functions"
+    lib = libllama()
+    none_missing("not in libllama", (n for n in library.FUNCTIONS if not has(lib, n)))
+    return f"{len(library.FUNCTIONS)} functions"
 
 
 @check(FUNCTIONS, "libllama has the functions that the extensions call", "ext/bmoe/llama/_ggml.pyx (_functions)")
 def of_ggml(files: Files) -> str:
-    lib, needed = library(), [n for n, needed in _ggml.function_names() if needed]
+    lib, needed = libllama(), [n for n, needed in _ggml.function_names() if needed]
     none_missing("not in libllama", (n for n in needed if not has(lib, n)))
     return f"{len(needed)} functions"
 
@@ -116,7 +133,7 @@ def of_ggml(files: Files) -> str:
     "ext/bmoe/llama/_ggml.pyx (connect)",
 )
 def tiled(files: Files) -> str:
-    lib = library()
+    lib = libllama()
     found = [n for n in ("ggml_compute_forward_mul_mat_id_tiled", "ggml_tiled_wdata_size") if has(lib, n)]
     if len(found) == 1:
         raise BrokenError(f"only {found[0]} is there")
@@ -129,14 +146,14 @@ def tiled(files: Files) -> str:
     "ext/bmoe/llama/ggml_log.pxi (_throw)",
 )
 def throws(files: Files) -> str:
-    if not has(library(), "_ZSt21__throw_runtime_errorPKc"):
+    if not has(libllama(), "_ZSt21__throw_runtime_errorPKc"):
         raise SkippedError("not there: a failed assertion while a model is opened ends the process")
     return "there"
 
 
 @check(MTP_CALLS, "libllama has --mtp's calls under their mangled names", "bmoe/llama/head.py (SYMBOLS)")
 def mangled(files: Files) -> str:
-    lib, names = library(), [symbol for symbol, _, _ in llama_mtp.SYMBOLS.values()]
+    lib, names = libllama(), [symbol for symbol, _, _ in head.SYMBOLS.values()]
     none_missing("not in libllama", (n for n in names if not has(lib, n)))
     return f"{len(names)} calls"
 
@@ -162,10 +179,10 @@ def heads(files: Files) -> str:
         there, single = heads_in(file.read())
     if not there:
         raise BrokenError("libllama has no class graph_mtp")
-    wrong = [a for a in llama_mtp.HEADS if plain(a) not in there]
-    more = [f"{a} ({n} heads, one is asserted)" for a, n in llama_mtp.HEADS.items() if n > 1 and plain(a) in single]
+    wrong = [a for a in head.HEADS if plain(a) not in there]
+    more = [f"{a} ({n} heads, one is asserted)" for a, n in head.HEADS.items() if n > 1 and plain(a) in single]
     none_missing("in HEADS, but without a graph for so many", [*wrong, *more])
-    new = there - {plain(a) for a in llama_mtp.HEADS}
+    new = there - {plain(a) for a in head.HEADS}
     return f"{len(there)} architectures" + (f"; could be added: {', '.join(sorted(new))}" if new else "")
 
 
@@ -186,19 +203,27 @@ def _names_by_number(function: Any) -> Iterator[str]:
     "ext/bmoe/streamer/_router.pyx, ext/bmoe/streamer/_dropping.pyx",
 )
 def operations(files: Files) -> str:
-    lib = library()
+    lib = libllama()
     ops, unary = set(_names_by_number(lib.ggml_op_name)), set(_names_by_number(lib.ggml_unary_op_name))
     none_missing("no operation is called", [*(GRAPH_OPS - ops), *(UNARY_OPS - unary)])
     return f"{len(GRAPH_OPS) + len(UNARY_OPS)} operations"
 
 
-@check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama/llama.py (load_model)")
+@check("names: values", "numbers that bmoe writes are what they stand for", "bmoe/llama/model.py (load_model)")
 def values(files: Files) -> str:
     c, numbers = bindings(), {"LLAMA_LOAD_MODE_NONE": 0, "LLAMA_LAZY_MODE_OFF": 0}
     none_missing("not in llama_cpp", (n for n in numbers if not hasattr(c, n)))
     for name, number in numbers.items():
         expect(name, int(getattr(c, name)), number)
     return "2 numbers"
+
+
+def _python_files(folder: Traversable) -> Iterator[Traversable]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _python_files(entry)
+        elif entry.name.endswith(".py"):
+            yield entry
 
 
 @check(
@@ -208,8 +233,8 @@ def values(files: Files) -> str:
 )
 def helpers(files: Files) -> str:
     missing, n = [], 0
-    for source in sorted(Path(str(resources.files("bmoe"))).rglob("*.py")):
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+    for entry in _python_files(resources.files("bmoe")):
+        for node in ast.walk(ast.parse(entry.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("llama_cpp."):
                 module = import_module(str(node.module))
                 missing += [f"{node.module}.{a.name}" for a in node.names if not hasattr(module, a.name)]

@@ -45,7 +45,7 @@ def header(files: Files) -> str:
 @check(
     OPENS,
     "the loader reads through the given FILE, asks the buffer type for each tensor's size, and takes its memory",
-    "ext/bmoe/llama/_ggml.pyx (ModelHost), bmoe/llama/llama.py (load_model)",
+    "ext/bmoe/llama/_ggml.pyx (ModelHost), bmoe/llama/model.py (load_model)",
     ENGINE,
 )
 def opens(files: Files) -> str:
@@ -64,7 +64,7 @@ def shards(files: Files) -> str:
     return "2 shards"
 
 
-@check("loader: overrides", "kv_overrides replace keys of the file", "bmoe/llama/llama.py (load_model)", (OPENS,))
+@check("loader: overrides", "kv_overrides replace keys of the file", "bmoe/llama/model.py (load_model)", (OPENS,))
 def overrides(files: Files) -> str:
     with _open(files.tiny, n_expert_used=1) as engine:
         generation = engine.generate(some_tokens(4), max_tokens=4, stop_at_end=False)
@@ -76,7 +76,7 @@ def overrides(files: Files) -> str:
 @check(
     "loader: heads on demand",
     "load_mtp decides whether the tensors of heads are loaded",
-    "bmoe/llama/llama.py (load_model)",
+    "bmoe/llama/model.py (load_model)",
     (OPENS, "names: bindings of --mtp"),
 )
 def on_demand(files: Files) -> str:
@@ -94,7 +94,7 @@ def on_demand(files: Files) -> str:
 @check(
     "loader: a failed assertion",
     "while a model is loaded, an assertion that fails is an error with llama.cpp's reason in the log",
-    "ext/bmoe/llama/ggml_log.pxi, bmoe/llama/llama.py (_watched)",
+    "ext/bmoe/llama/ggml_log.pxi, bmoe/llama/log.py (assertions_caught)",
     (OPENS,),
 )
 def assertion(files: Files) -> str:
@@ -110,7 +110,7 @@ def assertion(files: Files) -> str:
 @check(
     "loader: reasons",
     "what the GGUF parser complains of is in the log",
-    "bmoe/llama/llama.py (captured_log)",
+    "bmoe/llama/log.py (captured_log)",
     (LEFT_OUT,),
 )
 def reasons(files: Files) -> str:
@@ -127,7 +127,7 @@ def reasons(files: Files) -> str:
 @check(
     "context: sizes",
     "the log says what KV cache, compute and output buffers take",
-    "bmoe/llama/llama.py (_BUFFER_LINE)",
+    "bmoe/llama/context.py (_BUFFER_LINE)",
     (OPENS,),
 )
 def sizes(files: Files) -> str:
@@ -190,7 +190,7 @@ def wide(files: Files) -> str:
 @check(
     "identity: verify batches",
     "streamed logits of each token of a batch are those of the resident run",
-    "bmoe/llama/llama.py (decode_each)",
+    "bmoe/llama/context.py (decode_each)",
     (OPENS, REUSE),
 )
 def verify(files: Files) -> str:
@@ -253,7 +253,9 @@ def weights(files: Files) -> str:
     return "found in every layer"
 
 
-@check("sampling: chain", "llama.cpp's sampler chain draws by its seed", "bmoe/llama/llama.py (SamplerChain)", (OPENS,))
+@check(
+    "sampling: chain", "llama.cpp's sampler chain draws by its seed", "bmoe/llama/sampler.py (SamplerChain)", (OPENS,)
+)
 def sampling(files: Files) -> str:
     from ..engine.config import Sampling
 
@@ -270,7 +272,7 @@ def sampling(files: Files) -> str:
 @check(
     "memory: recurrent snapshots",
     "a recurrent state goes back n_rs_seq tokens",
-    "bmoe/llama/llama.py (Context)",
+    "bmoe/llama/context.py (Context)",
     (OPENS,),
 )
 def snapshots(files: Files) -> str:

@@ -13,7 +13,7 @@ from .counters import StreamCounters
 from .timing import TimeSplit
 
 if TYPE_CHECKING:
-    from ..host.probe import HostSample  # where records are not asked for, nothing of it is loaded
+    from ..host.sampling import HostSample  # where records are not asked for, nothing of it is loaded
 
 MiB = 1 << 20
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .route_trace import TraceError
+from .table import Table, integer
 
 _NUMBERS = ("time_us", "lane", "layer", "bytes", "slice_bytes", "queue_us", "latency_us", "direct", "failed")
 
@@ -60,37 +59,11 @@ def is_io_trace(path: Path) -> bool:
 
 
 def read_io_trace(path: Path) -> IoTrace:
-    """Reads an I/O trace. Raises TraceError with one line for one that is damaged or cut off."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise TraceError(f"{path}: not a text file, so no I/O trace") from None
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror or e}") from None
-    at = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    if at == len(lines):
-        raise TraceError(f"{path}: no line of column names: cut off")
-    names = lines[at].split(",")
-    for name in (*_NUMBERS, "cause"):
-        if name not in names:
-            raise TraceError(f"{path}:{at + 1}: no column {name!r}: not an I/O trace")
-    values: list[list[int]] = []
-    causes: list[str] = []
-    places, cause_at = [names.index(name) for name in _NUMBERS], names.index("cause")
-    for number, row in enumerate(csv.reader(lines[at + 1 :]), at + 2):
-        if not row or row[0].startswith("#"):
-            continue
-        try:
-            if len(row) != len(names):
-                raise ValueError
-            values.append([int(row[i]) for i in places])
-        except ValueError:
-            raise TraceError(f"{path}:{number}: not a whole row (cut off?)") from None
-        causes.append(row[cause_at])
-    if not values:
-        raise TraceError(f"{path}: no rows after line {at + 1}")
-    table = np.array(values, np.int64)
-    return IoTrace(path, {name: table[:, i] for i, name in enumerate(_NUMBERS)}, np.array(causes))
+    """Reads an I/O trace. Raises TableError with one line for one that is damaged or cut off."""
+    table = Table(path, "an I/O trace", row_fault="not a whole row: ")
+    table.need((*_NUMBERS, "cause"))
+    values = table.columns({**dict.fromkeys(_NUMBERS, integer), "cause": str})
+    return IoTrace(path, {name: np.array(values[name], np.int64) for name in _NUMBERS}, np.array(values["cause"]))
 
 
 def busy_us(starts: Sequence[int] | npt.NDArray[np.int64], ends: Sequence[int] | npt.NDArray[np.int64]) -> int:

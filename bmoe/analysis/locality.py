@@ -56,7 +56,7 @@ def tokens_by_layer(trace: RouteTrace) -> dict[int, Tokens]:
 
 
 @dataclass(frozen=True)
-class Reuse:
+class ReuseDistances:
     """How many tokens ago a layer used the expert that decode routes: `counts` by `DISTANCES`, then beyond the last.
 
     `first`: never before in the trace. `median`: of those that were, tokens.
@@ -71,7 +71,7 @@ class Reuse:
         return sum(self.counts) + self.first
 
 
-def reuse(trace: RouteTrace) -> Reuse:
+def reuse_distances(trace: RouteTrace) -> ReuseDistances:
     """Reuse distances of the routed rows of decode; uses in prefill count as what came before."""
     phase, expert = trace.columns["phase"], trace.columns["expert"]
     distances: list[IntArray] = []
@@ -89,14 +89,14 @@ def reuse(trace: RouteTrace) -> Reuse:
     every = np.concatenate(distances) if distances else np.zeros(0, np.int64)
     edges = np.searchsorted(np.array(DISTANCES), every, "left")
     counts = np.bincount(edges, minlength=len(DISTANCES) + 1)
-    return Reuse(tuple(counts.tolist()), first, float(np.median(every)) if len(every) else None)
+    return ReuseDistances(tuple(counts.tolist()), first, float(np.median(every)) if len(every) else None)
 
 
 # ---- hot experts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Hot:
+class HotExperts:
     """One layer's use: `counts` int64 [n_expert] of routed rows; `top` the most used experts, the first first."""
 
     layer: int
@@ -110,13 +110,13 @@ class Hot:
         return float(np.sort(self.counts)[::-1][:n].sum() / max(1, self.counts.sum()))
 
 
-def hot(trace: RouteTrace, n_top: int = 5) -> list[Hot]:
+def hot_experts(trace: RouteTrace, n_top: int = 5) -> list[HotExperts]:
     """How often each layer used each expert, over the whole trace."""
     c, out = trace.columns, []
     for layer in sorted(trace.expert_bytes):
         counts = np.bincount(c["expert"][c["layer"] == layer], minlength=trace.n_expert).astype(np.int64)
         top = np.lexsort((np.arange(len(counts)), -counts))[:n_top]
-        out.append(Hot(layer, counts, tuple(int(e) for e in top if counts[e])))
+        out.append(HotExperts(layer, counts, tuple(int(e) for e in top if counts[e])))
     return out
 
 
@@ -180,7 +180,7 @@ class Agreement:
     by_layer: dict[int, float]
 
 
-def agreement(trace: RouteTrace) -> list[Agreement]:
+def predictor_agreement(trace: RouteTrace) -> list[Agreement]:
     """Every predictor on the decode tokens of the trace, learning from all that came before; those that guessed."""
     c = trace.columns
     rows: dict[int, Rows] = {}
@@ -211,7 +211,7 @@ def agreement(trace: RouteTrace) -> list[Agreement]:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A point of the hit-rate curve: `rates` in decode by policy, 0..1."""
 
     budget: int
@@ -219,7 +219,7 @@ class Point:
     rates: dict[str, float]
 
 
-def curve(trace: RouteTrace) -> list[Point]:
+def hit_rate_curve(trace: RouteTrace) -> list[CurvePoint]:
     """Hit rate in decode by memory for experts (bytes), through the engine's own policies.
 
     Budgets that hold no expert of some size are left out.
@@ -234,12 +234,12 @@ def curve(trace: RouteTrace) -> list[Point]:
             if rate is not None:
                 rates[policy] = rate
         if rates:
-            out.append(Point(budget, share, rates))
+            out.append(CurvePoint(budget, share, rates))
     return out
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedHits:
     """What the run itself had, by the column `residency`: `hits` of `looked`, each expert of a batch once, by phase."""
 
     hits: tuple[int, int]
@@ -249,7 +249,7 @@ class Recorded:
         return self.hits[phase] / self.looked[phase] if self.looked[phase] else None
 
 
-def recorded(trace: RouteTrace) -> Recorded | None:
+def recorded_hits(trace: RouteTrace) -> RecordedHits | None:
     """Hits of the run that wrote the trace; None where it has no column `residency`."""
     c = trace.columns
     if "residency" not in c:
@@ -260,7 +260,7 @@ def recorded(trace: RouteTrace) -> Recorded | None:
     first = np.unique(np.where(kept, pairs, -1), return_index=True)[1]
     first = first[kept[first]]
     phase, hit = c["phase"][first], _hits(trace)[first]
-    return Recorded(
+    return RecordedHits(
         (int(hit[phase == 0].sum()), int(hit[phase == 1].sum())), (int((phase == 0).sum()), int((phase == 1).sum()))
     )
 

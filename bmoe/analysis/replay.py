@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 from ..experts.slots import share_out
 from ..streamer._cache import ExpertCache
-from .route_trace import RoutedBatch, RouteTrace, TraceError
+from .route_trace import RoutedBatch, RouteTrace
+from .table import TableError
 
 POLICIES = ("votes", "lru")
 
 
 @dataclass
-class Tally:
+class ReplayCounts:
     """What a replay counted, in experts of a layer's batch, each once; `read` in bytes.
 
     `hits` and `looked`: by turn and phase (0 prefill, 1 decode). `evictions`, `rereads` as the engine counts them.
@@ -64,12 +65,12 @@ class CacheReplay:
         self.classes, self.quotas = list(layer_class), list(quotas)
         self.cache = ExpertCache(list(n_expert), self.classes, list(slots), policy, max(1, min(n_used, 255)))
         self.epoch = 0
-        self.tally = Tally()
+        self.counts = ReplayCounts()
         self._held: dict[int, list[int]] = defaultdict(list)
 
     @classmethod
     def recorded(cls, trace: RouteTrace) -> CacheReplay:
-        """The cache of the run that wrote the trace. Raises TraceError where its preamble does not tell."""
+        """The cache of the run that wrote the trace. Raises TableError where its preamble does not tell."""
         try:
             order = sorted(trace.expert_bytes)
             facts = [trace.layers[layer] for layer in order]
@@ -79,7 +80,7 @@ class CacheReplay:
             return cls(trace, classes, slots, quotas, policy, n_used, experts)
         except (KeyError, ValueError) as e:
             what = f"has no {e}" if isinstance(e, KeyError) else f"does not fit together: {e}"
-            raise TraceError(f"{trace.path}: the preamble {what}: the cache of its run is not known") from None
+            raise TableError(f"{trace.path}: the preamble {what}: the cache of its run is not known") from None
 
     @classmethod
     def of_budget(cls, trace: RouteTrace, budget: int, policy: str) -> CacheReplay:
@@ -93,7 +94,7 @@ class CacheReplay:
         quotas = [slots[k] // members[k] for k in classes]
         return cls(trace, classes, slots, quotas, policy, used, [trace.n_expert] * len(order))
 
-    def run(self) -> Tally:
+    def run(self) -> ReplayCounts:
         """Routes the whole trace through the cache."""
         told = self.trace.events is not None
         for batch in self.trace.batches():
@@ -102,17 +103,17 @@ class CacheReplay:
             for event in batch.events:
                 self._event(event)
             self._route(batch)
-        _, _, self.tally.evictions, self.tally.rereads = self.cache.counters()
-        return self.tally
+        _, _, self.counts.evictions, self.counts.rereads = self.cache.counters()
+        return self.counts
 
     def _route(self, batch: RoutedBatch) -> None:
         layer = self.index[batch.layer]
         hits, misses = self.cache.route(layer, batch.rows, self.epoch, self.quotas[layer], batch.routed)
         self.epoch += 1
         key = batch.turn, batch.phase
-        self.tally.hits[key] += len(hits)
-        self.tally.looked[key] += len(hits) + len(misses)
-        self.tally.read += len(misses) * self.trace.expert_bytes[batch.layer]
+        self.counts.hits[key] += len(hits)
+        self.counts.looked[key] += len(hits) + len(misses)
+        self.counts.read += len(misses) * self.trace.expert_bytes[batch.layer]
 
     def _event(self, event: str) -> None:
         try:
@@ -127,7 +128,7 @@ class CacheReplay:
             else:
                 self._expert_event(name, self.index[numbers[0]], *numbers[1:])
         except (IndexError, KeyError, TypeError, ValueError):
-            raise TraceError(f"{self.trace.path}: event {event[:40]!r} is not one that bmoe writes") from None
+            raise TableError(f"{self.trace.path}: event {event[:40]!r} is not one that bmoe writes") from None
 
     def _expert_event(self, name: str, layer: int, expert: int = -1) -> None:
         held = self._held[self.classes[layer]]

@@ -8,11 +8,8 @@ there. Pure reading: no model, no cache. docs/traces.md has the columns that bmo
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +17,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BmoeError
+from .table import Parse, Table, TableError, number, whole_numbers
 
 PREFILL, DECODE = 0, 1
 """Values of the column `phase`."""
 
 _REQUIRED = ("turn", "phase", "step", "layer", "slot", "expert")
-_MOST = 1 << 31  # of a number in any whole-number column
+_OPTIONAL = ("residency", "expert_bytes", "dropped", "batch")
+_OTHERS: dict[str, Parse] = {"weight": number, "events": str}
 
 IntArray = npt.NDArray[np.int64]
-
-
-class TraceError(BmoeError):
-    """A route trace that cannot be read; the message names the file and, where there is one, the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,110 +117,54 @@ class RouteTrace:
 def read_trace(path: str | os.PathLike[str]) -> RouteTrace:
     """Reads a route trace, gzipped or not (told by its first bytes).
 
-    Raises TraceError with one line for a file that is missing, damaged, cut off or not a route trace.
+    Raises TableError with one line for a file that is missing, damaged, cut off or not a route trace.
     """
-    path = Path(path)
-    lines = _text(path).splitlines()
+    table = Table(Path(path), "a route trace")
     header: dict[str, str] = {}
-    expert_bytes: dict[int, int] = {}
     layers: dict[int, dict[str, str]] = {}
-    at = 0
-    while at < len(lines) and (lines[at].startswith("#") or not lines[at].strip()):
-        pairs = dict(word.split("=", 1) for word in lines[at].lstrip("#").split() if "=" in word)
-        if "layer" in pairs:
-            where = f"{path}:{at + 1}"
-            layer, size = _whole(pairs["layer"], "layer", where), pairs.get("expert_bytes")
-            if size is None:
-                raise TraceError(f"{where}: the line of layer {layer} has no expert_bytes")
-            expert_bytes[layer] = _whole(size, "expert_bytes", where)
-            layers[layer] = pairs
-            if not expert_bytes[layer]:
-                raise TraceError(f"{where}: expert_bytes of layer {layer} is 0")
-        else:
+    expert_bytes: dict[int, int] = {}
+    for line_number, line in table.preamble():
+        pairs = dict(word.split("=", 1) for word in line.lstrip("#").split() if "=" in word)
+        if "layer" not in pairs:
             header.update(pairs)
-        at += 1
-    if at == len(lines):
-        raise TraceError(f"{path}: no line of column names: not a route trace, or cut off")
-    names = [name.strip() for name in lines[at].split(",")]
-    missing = [name for name in _REQUIRED if name not in names]
-    if missing:
-        raise TraceError(
-            f"{path}:{at + 1}: no column {missing[0]!r}: not a route trace (columns {', '.join(names)[:80]})"
-        )
-    if not expert_bytes:
-        raise TraceError(f"{path}: the preamble has no line 'layer=N expert_bytes=N': sizes are unknown")
-    columns, weights, events = _columns(path, lines, at, names)
-    n_expert = _whole(header["n_expert"], "n_expert", str(path)) if "n_expert" in header else 0
-    _check(path, at, columns, expert_bytes, n_expert)
-    n_expert = n_expert or int(columns["expert"].max(initial=0)) + 1
-    return RouteTrace(path, header, expert_bytes, n_expert, columns, weights, layers, events)
-
-
-def _text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            with gzip.GzipFile(fileobj=io.BytesIO(data)) as f:
-                data = f.read()
-        return data.decode("utf-8")
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise TraceError(f"{path}: damaged or cut off (gzip)") from None
-    except UnicodeDecodeError:
-        raise TraceError(f"{path}: not a text file, so no route trace") from None
-    except OSError as e:
-        raise TraceError(f"{path}: {e.strerror or e}") from None
-
-
-def _columns(
-    path: Path, lines: list[str], at: int, names: list[str]
-) -> tuple[dict[str, IntArray], npt.NDArray[np.float64] | None, dict[int, str] | None]:
-    """The rows after line `at` (from 0), by column; comments (a trailer) and blank lines are passed over."""
-    whole = [name for name in (*_REQUIRED, "residency", "expert_bytes", "dropped", "batch") if name in names]
-    places = [names.index(name) for name in whole]
-    weight_at = names.index("weight") if "weight" in names else -1
-    values: list[list[int]] = [[] for _ in whole]
-    events_at = names.index("events") if "events" in names else -1
-    weights: list[float] = []
-    events: dict[int, str] = {}
-    for number, line in enumerate(lines[at + 1 :], at + 2):
-        if not line.strip() or line.startswith("#"):
             continue
-        row = line.split(",")
-        where = f"{path}:{number}"
-        if len(row) != len(names):
-            raise TraceError(f"{where}: {len(row)} fields where the header has {len(names)} (cut off?)")
-        for out, name, place in zip(values, whole, places, strict=True):
-            out.append(_whole(row[place], name, where))
-        if weight_at >= 0:
-            try:
-                weights.append(float(row[weight_at] or "nan"))
-            except ValueError:
-                raise TraceError(f"{where}: weight {row[weight_at][:40]!r} is not a number") from None
-        if events_at >= 0 and row[events_at]:
-            events[len(values[0]) - 1] = row[events_at]
-    arrays = {name: np.array(v, np.int64) for name, v in zip(whole, values, strict=True)}
-    return arrays, np.array(weights, np.float64) if weight_at >= 0 else None, events if events_at >= 0 else None
+        where = table.where(line_number)
+        layer = _whole(pairs, "layer", where)
+        if "expert_bytes" not in pairs:
+            raise TableError(f"{where}: the line of layer {layer} has no expert_bytes")
+        layers[layer], expert_bytes[layer] = pairs, _whole(pairs, "expert_bytes", where)
+        if not expert_bytes[layer]:
+            raise TableError(f"{where}: expert_bytes of layer {layer} is 0")
+    table.need(_REQUIRED)
+    if not expert_bytes:
+        raise TableError(f"{table.path}: the preamble has no line 'layer=N expert_bytes=N': sizes are unknown")
+    whole = whole_numbers()
+    parsers: dict[str, Parse] = {name: whole for name in (*_REQUIRED, *_OPTIONAL) if name in table.names}
+    values = table.columns(parsers | {name: p for name, p in _OTHERS.items() if name in table.names})
+    columns = {name: np.array(values[name], np.int64) for name in parsers}
+    weights = np.array(values["weight"], np.float64) if "weight" in values else None
+    events = {i: e for i, e in enumerate(values["events"]) if e} if "events" in values else None
+    n_expert = _whole(header, "n_expert", str(table.path)) if "n_expert" in header else 0
+    _check(table.path, columns, expert_bytes, n_expert)
+    n_expert = n_expert or int(columns["expert"].max()) + 1
+    return RouteTrace(table.path, header, expert_bytes, n_expert, columns, weights, layers, events)
 
 
-def _check(
-    path: Path, at: int, columns: Mapping[str, IntArray], expert_bytes: Mapping[int, int], n_expert: int
-) -> None:
-    if not len(columns["expert"]):
-        raise TraceError(f"{path}: no rows after line {at + 1}")
+def _whole(pairs: Mapping[str, str], name: str, where: str) -> int:
+    try:
+        return int(whole_numbers()(pairs[name]))
+    except ValueError as e:
+        raise TableError(f"{where}: {name} {pairs[name][:40]!r} {e}") from None
+
+
+def _check(path: Path, columns: Mapping[str, IntArray], expert_bytes: Mapping[int, int], n_expert: int) -> None:
     unknown = sorted(set(np.unique(columns["layer"]).tolist()) - expert_bytes.keys())
     if unknown:
-        raise TraceError(f"{path}: rows of layer {unknown[0]}, which the preamble does not have")
+        raise TableError(f"{path}: rows of layer {unknown[0]}, which the preamble does not have")
     most = int(columns["expert"].max())
     if n_expert and most >= n_expert:
-        raise TraceError(f"{path}: expert {most} of n_expert={n_expert}")
+        raise TableError(f"{path}: expert {most} of n_expert={n_expert}")
     if most >= 1 << 20:
-        raise TraceError(f"{path}: expert {most} is out of range")
+        raise TableError(f"{path}: expert {most} is out of range")
     if int(columns["phase"].max()) > DECODE:
-        raise TraceError(f"{path}: phase {int(columns['phase'].max())} is neither 0 (prefill) nor 1 (decode)")
-
-
-def _whole(text: str, name: str, where: str) -> int:
-    text = text.strip()
-    if not (text.isascii() and text.isdigit() and len(text) < 12) or int(text) >= _MOST:
-        raise TraceError(f"{where}: {name} {text[:40]!r} is not a whole number in range")
-    return int(text)
+        raise TableError(f"{path}: phase {int(columns['phase'].max())} is neither 0 (prefill) nor 1 (decode)")

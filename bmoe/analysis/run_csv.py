@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy.typing as npt
 
 from ..accounting.bytes_by_cause import CAUSES
 from ..accounting.token_record import TIME_COLUMNS
-from ..errors import BmoeError
 from ..observe.record_format import MAGIC
+from .table import Parse, Table, TableError, number
 
 Floats = npt.NDArray[np.float64]
 
@@ -28,10 +29,6 @@ NEEDED = (
 """Columns that a report is made of; others are left alone."""
 _ALWAYS = ("step", "phase", "wall_ms", *TIME_COLUMNS, "read_bytes", "hits", "misses", "mtp_batch")
 """Of these, those that no row may leave empty."""
-
-
-class CsvError(BmoeError):
-    """A file that is no whole CSV of a run; the message names it and the line."""
 
 
 @dataclass(frozen=True)
@@ -64,74 +61,70 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Reads a CSV file of `--csv`. Raises CsvError, with one line, for one that is damaged or none.
+    """Reads a CSV file of `--csv`. Raises TableError, with one line, for one that is damaged or none.
 
     A last row that is cut off, as a full disk or a power cut may leave it, is left out, with a note.
     """
-    lines = _lines(path)
-    facts: dict[str, Any] = {}
-    at = 1
-    while at < len(lines) and lines[at].startswith("# "):
-        name, _, value = lines[at][2:].partition("=")
+    table = Table(path, "what --csv writes", row_fault="not a whole row: ")
+    if not table.lines or table.lines[0] != MAGIC:
+        raise TableError(f"{table.where(1)}: not {MAGIC!r}: not {table.kind}")
+    facts = _facts(table)
+    table.need(NEEDED)
+    parsers = {name: _present if name in _ALWAYS else _measured for name in NEEDED}
+    notes: list[str] = []
+    if not table.ended and not _is_whole(table, parsers):
+        notes.append(f"{table.where(len(table.lines))}: the last line is cut off: left out")
+        table.lines.pop()
+    values = table.columns(parsers)
+    summary = None
+    for line_number, line in table.comments():
+        summary = _summary(line)
+        if summary is None:
+            raise TableError(f"{table.where(line_number)}: not a whole row: neither a token nor a summary")
+    if summary is None:
+        notes.append(f"{path}: no summary at its end: the run was killed, or its disk was full")
+    return Run(path, facts, {name: np.array(values[name], np.float64) for name in NEEDED}, summary, notes)
+
+
+def _facts(table: Table) -> dict[str, Any]:
+    """The preamble's settings, after its first line."""
+    facts = {}
+    for line_number, line in islice(table.preamble(), 1, None):
+        name, _, value = line.removeprefix("# ").partition("=")
         try:
             facts[name] = json.loads(value)
         except ValueError:
-            raise CsvError(f"{path}:{at + 1}: the preamble is damaged: {name[:40]!r} has no JSON value") from None
-        at += 1
-    if at == len(lines) or (at == len(lines) - 1 and not lines[at]):
-        raise CsvError(f"{path}: no line of column names: cut off")
-    names = lines[at].split(",")
-    for name in NEEDED:
-        if names.count(name) != 1:
-            what = "no" if name not in names else "more than one"
-            raise CsvError(f"{path}:{at + 1}: {what} column {name!r}: not what --csv writes, or damaged")
-    places = [names.index(name) for name in NEEDED]
-    must = [NEEDED.index(name) for name in _ALWAYS]
-    rows: list[list[float]] = []
-    summary: dict[str, Any] | None = None
-    notes: list[str] = []
-    for number, line in enumerate(lines[at + 1 :], at + 2):
-        last = number == len(lines)  # not ended by a line break, or empty
-        if last and not line:
-            break
-        try:
-            if line.startswith("# summary "):
-                summary = json.loads(line[10:])
-                continue
-            rows.append(_row(line, len(names), places, must))
-        except ValueError:
-            if not last:
-                raise CsvError(f"{path}:{number}: not a whole row: damaged") from None
-            notes.append(f"{path}:{number}: the last line is cut off: left out")
-    if not rows:
-        raise CsvError(f"{path}: no rows after line {at + 1}: no token was generated, or it is cut off")
-    if summary is None:
-        notes.append(f"{path}: no summary at its end: the run was killed, or its disk was full")
-    table = np.array(rows, np.float64)
-    return Run(path, facts, {name: table[:, i] for i, name in enumerate(NEEDED)}, summary, notes)
+            raise TableError(
+                f"{table.where(line_number)}: the preamble is damaged: {name[:40]!r} has no JSON value"
+            ) from None
+    return facts
 
 
-def _lines(path: Path) -> list[str]:
+def _summary(line: str) -> dict[str, Any] | None:
+    """The trailer, None where a line is none or not whole."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise CsvError(f"{path}: not a text file, so not what --csv writes") from None
-    except OSError as e:
-        raise CsvError(f"{path}: {e.strerror or e}") from None
-    lines = text.split("\n")
-    if lines[0].rstrip("\r") != MAGIC:
-        raise CsvError(f"{path}:1: not {MAGIC!r}: not what --csv writes")
-    return [line.removesuffix("\r") for line in lines]
+        return dict(json.loads(line.removeprefix("# summary ")))
+    except (ValueError, TypeError):
+        return None
 
 
-def _row(line: str, n: int, places: Sequence[int], must: Sequence[int]) -> list[float]:
-    """The values of one row, NaN for empty fields. Raises ValueError."""
-    fields = line.split(",")
-    if len(fields) != n:
-        raise ValueError
-    values = [float(fields[i]) if fields[i] else math.nan for i in places]
-    if any(math.isinf(v) for v in values) or any("n" in fields[i].lower() for i in places):
-        raise ValueError  # float() takes "nan" and "inf" too
-    if any(math.isnan(values[i]) for i in must):
-        raise ValueError
-    return values
+def _is_whole(table: Table, parsers: Mapping[str, Parse]) -> bool:
+    """Whether the last line, which no line break ends, is all there."""
+    last = table.lines[-1]
+    return _summary(last) is not None if last.startswith("#") else not table.fault(last, parsers)
+
+
+def _measured(text: str) -> float:
+    """A number, NaN where nothing was measured; "nan" and "inf", which float() takes, are none."""
+    if not text:
+        return math.nan
+    value = number(text)
+    if math.isfinite(value):
+        return value
+    raise ValueError("is not a number")
+
+
+def _present(text: str) -> float:
+    if not text:
+        raise ValueError("is missing")
+    return _measured(text)

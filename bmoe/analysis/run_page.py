@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ..accounting.bytes_by_cause import CAUSES
 from ..accounting.token_record import TIME_COLUMNS
+from .plots import require_plotly
 from .run_csv import Floats, Run
 from .run_stats import Estimate
-from .trace_page import require_plotly
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -1,16 +1,15 @@
-"""One page that shows a trace: figures and the library that draws them in one file, nothing is fetched."""
+"""Figures of a route trace or an I/O trace, for one page that a browser opens offline."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UsageError
 from .io_trace import IoTrace
-from .locality import DISTANCES, Agreement, Hot, Point, Recorded, Reuse, residency_map
+from .locality import DISTANCES, Agreement, CurvePoint, HotExperts, RecordedHits, ReuseDistances, residency_map
+from .plots import require_plotly
 from .route_trace import RouteTrace
 
 if TYPE_CHECKING:
@@ -19,41 +18,15 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 4000
 """Columns of the residency map at most; more steps are averaged."""
 MiB = 1 << 20
-_STYLE = (
-    "body{font:15px/1.45 sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
-    "pre{overflow-x:auto;white-space:pre-wrap}"
-)
-
-
-def require_plotly() -> ModuleType:
-    """plotly.graph_objects. Raises UsageError where it is not installed."""
-    try:
-        import plotly.graph_objects as go
-    except ImportError:
-        raise UsageError("--html needs plotly: pip install 'bmoe[plots]', or pip install plotly") from None
-    return go  # type: ignore[no-any-return]
-
-
-def page(title: str, summary: Sequence[str], figures: Sequence[Any]) -> str:
-    """The page: the summary as text, then the figures."""
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=i == 0, config={"displaylogo": False, "responsive": True})
-        for i, figure in enumerate(figures)
-    ]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body>\n<h1>{html.escape(title)}</h1>\n"
-        f"<pre>{html.escape(chr(10).join(summary))}</pre>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
 
 
 def route_figures(
     trace: RouteTrace,
-    points: Sequence[Point],
-    run: Recorded | None,
+    points: Sequence[CurvePoint],
+    run: RecordedHits | None,
     budget: int | None,
-    distances: Reuse,
-    heat: Sequence[Hot],
+    distances: ReuseDistances,
+    heat: Sequence[HotExperts],
     agreements: Sequence[Agreement],
 ) -> list[Any]:
     """Figures of a route trace. `budget`: bytes of slots of the run that wrote it, None where that is not known."""
@@ -97,7 +70,7 @@ def _map(go: ModuleType, trace: RouteTrace) -> Any:
     return figure
 
 
-def _curve(go: ModuleType, points: Sequence[Point], run: Recorded | None, budget: int | None) -> Any:
+def _curve(go: ModuleType, points: Sequence[CurvePoint], run: RecordedHits | None, budget: int | None) -> Any:
     figure = go.Figure()
     for policy in points[0].rates if points else ():
         figure.add_scatter(
@@ -118,7 +91,7 @@ def _curve(go: ModuleType, points: Sequence[Point], run: Recorded | None, budget
     return figure
 
 
-def _reuse(go: ModuleType, distances: Reuse) -> Any:
+def _reuse(go: ModuleType, distances: ReuseDistances) -> Any:
     names = bucket_names()
     total = max(1, distances.total)
     values = [n / total for n in (*distances.counts, distances.first)]
@@ -136,7 +109,7 @@ def bucket_names() -> list[str]:
     return [*names, f"over {DISTANCES[-1]}"]
 
 
-def _hot(go: ModuleType, heat: Sequence[Hot]) -> Any:
+def _hot(go: ModuleType, heat: Sequence[HotExperts]) -> Any:
     ranked = [np.sort(h.counts)[::-1] / max(1, h.counts.sum()) for h in heat]
     order = [np.argsort(-h.counts, kind="stable").tolist() for h in heat]
     figure = go.Figure(

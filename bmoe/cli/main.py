@@ -15,16 +15,17 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
+from .. import llama
 from ..engine import chat, demo
 from ..engine.config import DEFAULT_SNAPSHOTS, EngineConfig, Sampling
 from ..engine.engine import Engine
 from ..engine.stop_strings import StopStrings
 from ..errors import BmoeError, UsageError
-from ..llama import llama
 from ..observe.diagnosis import diagnose
 from ..version import __version__
-from . import commands, summary, summary_table
+from . import commands, metrics_file, summary
 from .draft_flags import add_draft_flags, spec_from_args
+from .evidence import evidence
 from .flags import (
     Parser,
     add_compute_flags,
@@ -38,7 +39,7 @@ from .flags import (
     engine_settings,
 )
 from .terminal import INTERRUPTED, OutputError, ProgressView, Say, say, silent, write
-from .text import text_view
+from .text_output import text_view
 from .token_output import CsvFile, ProgressLines, run_summary
 
 _AGAIN_S = 1.0  # a Ctrl-C this soon after another one changes nothing: the first is being served
@@ -178,27 +179,27 @@ def run(args: argparse.Namespace) -> int:
     sampling = choose_sampling(args, bundled and args.prompt is None and args.file is None and not draft.types)
     settings = {**engine_settings(args), "draft": draft, "rs_snapshots": args.rs_snapshots}
     EngineConfig(**settings)  # before a large file is touched
-    tell = silent if args.quiet else say
+    notice = silent if args.quiet else say
     if bundled:
         how = "greedy" if sampling.greedy else f"sampling at temperature {sampling.temp} with seed {sampling.seed}"
-        tell(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
+        notice(f"bmoe {__version__}: no model given, running the bundled demo model ({demo.MODEL}), {how}")
     llama.exit_on_abort()
     with ProgressView(enabled=not args.quiet) as view:
         engine = Engine.open(args.model, progress=view.update, **settings)
     with engine:
         for line in summary.opening_lines(engine):
-            tell(line)
+            notice(line)
         if args.chat:
             prompt = chat.apply_template(engine, prompt, think=not args.no_think)
         elif args.chatml:
             prompt = chat.chatml(prompt, think=not args.no_think)
-        code = _generate(engine, prompt, sampling, args, tell)
+        code = _generate(engine, prompt, sampling, args, notice)
     for line in engine.failures:
         say(f"bmoe: {line}")
     return code
 
 
-def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, tell: Say) -> int:
+def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Namespace, notice: Say) -> int:
     n = 256 if args.n_predict is None else args.n_predict
     outputs = _outputs(engine, args, sampling, n)
     generation = engine.generate(
@@ -210,7 +211,7 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
         records=bool(outputs),
     )
     result, failure, code = generation.result, "", 0
-    text = text_view(not args.quiet and not args.progress, lambda: summary_table.slots(engine))
+    text = text_view(not args.quiet and not args.progress, lambda: _full_slots(engine))
     try:
         with ProgressView(enabled=not args.quiet) as view:
             engine.set_progress(view.update)
@@ -232,24 +233,29 @@ def _generate(engine: Engine, prompt: str, sampling: Sampling, args: argparse.Na
         for output in outputs:
             output.close(run_summary(result))
     _end_text(patient=code != INTERRUPTED)
-    found = diagnose(summary_table.evidence(engine, result, sampling.greedy))
+    found = diagnose(evidence(engine, result, sampling.greedy))
     for line in summary.closing_lines(engine, result, found, table=not args.progress and sys.stderr.isatty()):
-        tell(line)
+        notice(line)
     for output in outputs:
         if output.failure:
             say(f"bmoe: {output.failure}")
     if args.metrics_json:
-        summary.write_json(args.metrics_json, summary.metrics(engine, result, sampling, found))
+        metrics_file.write_json(args.metrics_json, metrics_file.metrics(engine, result, sampling, found))
     if failure:
         raise BmoeError(failure)
     return _interrupted() if code == INTERRUPTED else code
+
+
+def _full_slots(engine: Engine) -> tuple[int, int] | None:
+    """Slots of the cache: full ones and all; None without one."""
+    return (engine.cache.n_resident, engine.cache.n_slots) if engine.cache is not None else None
 
 
 def _outputs(engine: Engine, args: argparse.Namespace, sampling: Sampling, n: int) -> list[CsvFile | ProgressLines]:
     """What takes the records of tokens."""
     outputs: list[CsvFile | ProgressLines] = []
     if args.csv is not None:
-        config = {**summary.resolved_config(engine, sampling), "n_predict": n}
+        config = {**metrics_file.resolved_config(engine, sampling), "n_predict": n}
         run = {"engine": f"bmoe-{__version__}", "model": str(engine.path), "arch": engine.arch, "config": config}
         outputs.append(CsvFile(Path(args.csv), run))
     if args.progress:

@@ -111,7 +111,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
 
 
 class LiveLine:
-    """Writes the text, and the line with it (`bmoe.cli.text.Text`).
+    """Writes the text, and the line with it (`bmoe.cli.text_output.Text`).
 
     `slots`: see `Recent.line`; `under`: the text goes to the same terminal, else the line is alone on it. `put` writes
     to the terminal, `out` the text.

@@ -1,21 +1,14 @@
-"""What a run prints at its end, and the metrics file: views of one result and the engine's counters."""
+"""What a run says of itself for people, a line for each subject: views of one result and the engine's counters."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from ..accounting.counters import StreamCounters
 from ..accounting.results import GenerationResult
-from ..engine.config import Sampling
 from ..engine.engine import Engine
-from ..errors import BmoeError
 from ..host import memory
-from ..host.files import write_whole
 from ..observe.diagnosis import Diagnosis
-from ..version import __version__
 from . import summary_table
+from .summary_table import rate
 
 MiB = 1 << 20
 
@@ -64,8 +57,8 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     """The end-of-run summary, a line for each subject."""
     lines = [
         f"generation: {len(result.token_ids)} tokens in {result.total_s:.2f} s, "
-        f"{_rate(result.decode_tok_s)} ({_rate(result.effective_tok_s)} effective), stopped: {result.stop}",
-        f"prefill: {result.prefill_tokens} tokens in {result.prefill_s:.2f} s ({_rate(result.prefill_tok_s)})"
+        f"{rate(result.decode_tok_s)} ({rate(result.effective_tok_s)} effective), stopped: {result.stop}",
+        f"prefill: {result.prefill_tokens} tokens in {result.prefill_s:.2f} s ({rate(result.prefill_tok_s)})"
         + (f", {result.reused_tokens} kept from before" if result.reused_tokens else "")
         + f", first token after {result.ttft_s:.2f} s, {result.prefill.bytes / MiB:.0f} MiB read",
         *sampling_lines(result),
@@ -82,9 +75,9 @@ def summary_lines(engine: Engine, result: GenerationResult) -> list[str]:
     per_token = f"{decode.bytes / MiB / result.decoded:.1f} MiB/token" if steps else "no decode step"
     lines.append(f"moe-stream: {(result.prefill.bytes + decode.bytes) / MiB:.0f} MiB read, {per_token}")
     lines.append(split_line(result))
-    rate = decode.hit_rate
+    hit = "-" if decode.hit_rate is None else f"{100 * decode.hit_rate:.1f} %"
     lines.append(
-        f"moe-cache: {'-' if rate is None else f'{100 * rate:.1f} %'} hit in decode, {engine.cache.n_resident} of "
+        f"moe-cache: {hit} hit in decode, {engine.cache.n_resident} of "
         f"{engine.cache.n_slots} slots full, {decode.evictions} evictions, {decode.rereads} re-reads"
     )
     if steps and result.decode_s:
@@ -109,21 +102,6 @@ def extra_lines(engine: Engine) -> list[str]:
     return ([engine.preload.line()] if engine.preload is not None else []) + engine.traces.lines()
 
 
-def warm_start(engine: Engine) -> dict[str, Any] | None:
-    """The `warm_start` object of the metrics file, of the engine's whole life; None where nothing is read ahead."""
-    if engine.preload is None:
-        return None
-    loader = engine.preload.loader
-    return {
-        "experts": loader.experts,
-        "used": loader.used(),
-        "bytes_read": loader.bytes + loader.bytes_unused,
-        "bytes_too_late": loader.bytes_unused,
-        "disk_bytes": engine.preload.lanes.counters()[0],
-        "done": engine.preload.done,
-    }
-
-
 def spec_lines(result: GenerationResult) -> list[str]:
     """What speculation did: acceptance, drafting cost, coverage; nothing without speculation."""
     spec = result.spec
@@ -136,7 +114,7 @@ def spec_lines(result: GenerationResult) -> list[str]:
         f"{'-' if per_decode is None else f'{per_decode:.2f}'} tokens per verify decode "
         f"({spec.decodes} decodes for {spec.confirmed} tokens)",
         f"{name}: drafting costs {spec.draft_s / max(1, spec.confirmed):.6f} s/token on top of decode -> "
-        f"{_rate(result.effective_tok_s)} effective (vs {_rate(result.decode_tok_s)} reported)",
+        f"{rate(result.effective_tok_s)} effective (vs {rate(result.decode_tok_s)} reported)",
         f"{name}: drafted on {spec.drafted_steps} of {spec.decodes} steps "
         f"({100 * spec.drafted_steps / max(1, spec.decodes):.1f} %); the rest decoded plainly",
     ]
@@ -212,122 +190,3 @@ def _time_line(engine: Engine, decode: StreamCounters, result: GenerationResult)
         f"{name}: {1e3 * stall / result.decode_steps:.2f} ms/token stalled on reads "
         f"({100 * stall / result.decode_s:.0f} % of decode), {1e3 * plan / result.decode_steps:.3f} ms/token planning"
     )
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} tok/s"
-
-
-def resolved_config(engine: Engine, sampling: Sampling) -> dict[str, Any]:
-    """Every setting of a run, resolved."""
-    return {
-        **engine.config.as_dict(),
-        "budget_bytes": engine.budget_bytes,
-        "direct_io": engine.lanes.direct,
-        "sampling": {
-            "temp": sampling.temp,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "seed": sampling.seed,
-        },
-    }
-
-
-def metrics(engine: Engine, result: GenerationResult, sampling: Sampling, found: Diagnosis) -> dict[str, Any]:
-    """The metrics object. `expert` is of decode; `prefill.expert` the same for prefill. Bytes and seconds."""
-    budget, resident = engine.budget_bytes, engine.resident_bytes
-    dropping = engine.config.drop_cold_experts
-    held = memory.read_process_memory()
-    return {
-        "version": __version__,
-        "model": str(engine.path),
-        "arch": engine.arch,
-        "config": resolved_config(engine, sampling),
-        "cache": engine.decision.explain() if engine.decision else None,
-        "token_ids": result.token_ids,
-        "tokens": len(result.token_ids),
-        "stop": result.stop,
-        "stop_string": result.stop_string,
-        "prompt_tokens": result.prompt_tokens,
-        "prefill_tokens": result.prefill_tokens,
-        "load_s": engine.load_s,
-        "ttft_s": result.ttft_s,
-        "prefill_s": result.prefill_s,
-        "decode_s": result.decode_s,
-        "total_s": result.total_s,
-        "prefill_tok_s": result.prefill_tok_s,
-        "decode_tok_s": result.decode_tok_s,
-        "effective_tok_s": result.effective_tok_s,
-        "decode_steps": result.decode_steps,
-        "time": {"first_token": result.first_time.as_dict(), "decode": result.decode_time.as_dict()},
-        "bound": found.as_dict(),
-        "stall_s": (result.decode.wait_ns + result.decode.draft_wait_ns) / 1e9,
-        "plan_s": (result.decode.manage_ns + result.decode.draft_manage_ns) / 1e9,
-        "expert_matmul_s": result.decode.moe_ns / 1e9,
-        "disk_s": result.decode.disk_ns / 1e9,
-        "lane_cpu_s": result.decode.lane_cpu_ns / 1e9,
-        "major_faults": result.major_faults,
-        "decode_faults": result.decode_faults,
-        "decode_cpu_s": result.decode_cpu_s,
-        "peak_rss_bytes": held.peak_rss,
-        "rss_bytes": held.rss,
-        "spec": {
-            **result.spec.as_dict(),
-            "effective_tok_s": result.effective_tok_s,
-            "sources": engine.drafting.drafter.stats,
-        },
-        "flash_split": result.flash_split.as_dict(),
-        "flash_split_rereads": dict(result.flash_split.rereads),
-        "expert": expert_summary(result.decode, result.decoded, budget, resident, dropping),
-        "prefill": {"expert": expert_summary(result.prefill, result.prefill_tokens, budget, resident, dropping)},
-        "prefetch": {
-            "guessed": result.decode.guessed,
-            "used": result.decode.guess_hits,
-            "cancelled": result.decode.guess_cancelled,
-            "guess_s": result.decode.guess_ns / 1e9,
-            "scores": engine.streamer.scores() if engine.config.predict_log else None,
-            "unpredictable_layers": engine.streamer.unpredictable(),
-        },
-        "warm_start": warm_start(engine),
-        "run": {"bytes_read": result.prefill.bytes + result.decode.bytes},
-        "memory": {
-            "dense_bytes": engine.weights.dense_bytes,
-            "kv_bytes": engine.buffers.kv,
-            "recurrent_bytes": engine.buffers.recurrent,
-            "compute_bytes": engine.buffers.compute,
-        },
-    }
-
-
-def write_json(path: Path, data: dict[str, Any], flag: str = "--metrics-json") -> None:
-    """Writes `data` whole or not at all; a device or pipe is written to. Raises BmoeError."""
-    try:
-        write_whole(path, json.dumps(data, indent=1) + "\n")
-    except OSError as e:
-        raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
-
-
-def expert_summary(
-    counters: StreamCounters, steps: int, budget: int, resident: int, drop_threshold: float | None = None
-) -> dict[str, Any]:
-    """The `expert` object of the metrics file for one phase."""
-    return {
-        "bytes_read": counters.bytes,
-        "bytes_per_token": counters.bytes / steps if steps else None,
-        "reads": counters.reads,
-        "routed": counters.routed,
-        "hits": counters.hits,
-        "misses": counters.misses,
-        "hit_rate": counters.hit_rate,
-        "evictions": counters.evictions,
-        "rereads": counters.rereads,
-        "streamed": counters.streamed,
-        "budget_bytes": budget,
-        "resident_bytes": resident,
-        "drop": {
-            "threshold": drop_threshold,
-            "routed": counters.drop_routed,
-            "dropped": counters.dropped,
-            "weight_mass_dropped": counters.dropped_weight,
-        },
-    }

@@ -1,16 +1,13 @@
-"""The end of a run for people: where the time went as a table, and what bounds it."""
+"""The end of a run on a terminal: rates, bytes and where the time went, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import psutil
-
 from ..accounting.results import GenerationResult
 from ..accounting.timing import TimeSplit
 from ..host import memory
-from ..observe.diagnosis import Evidence
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -27,48 +24,6 @@ PARTS = (
     ("rest", "rest of the graphs (not measured itself)"),
 )
 """The parts of a `TimeSplit`, and what people call them."""
-
-
-def evidence(engine: Engine, result: GenerationResult, greedy: bool) -> Evidence:
-    """What `diagnose` asks for."""
-    config, flash, decode = engine.config, result.flash_split.bytes, result.decode
-    return Evidence(
-        tokens=result.decoded,
-        time=result.decode_time,
-        cpu_s=result.decode_cpu_s,
-        read_bytes=decode.bytes,
-        unused_bytes=flash["rejected"] + flash["draft_source"],
-        disk_ns=decode.disk_ns,
-        hits=decode.hits,
-        misses=decode.misses,
-        rereads=decode.rereads,
-        faults=result.decode_faults,
-        drafted=result.spec.drafted,
-        accepted=result.spec.accepted,
-        slots=engine.cache.n_slots if engine.cache is not None else 0,
-        experts=sum(layer.n_expert for layer in engine.layers),
-        budget=engine.budget_bytes,
-        room=memory.read_memory_facts().available(),
-        threads=config.threads,
-        cores=_cores(),
-        overlap=config.overlap or not engine.layers,
-        drafter=result.spec.type,
-        greedy=greedy,
-        dropping=config.drop_cold_experts is not None,
-        cache_state=config.cache_state is not None,
-        dense_weights=config.dense_weights,
-    )
-
-
-def slots(engine: Engine) -> tuple[int, int] | None:
-    """Slots of the cache: full ones and all; None without one."""
-    return (engine.cache.n_resident, engine.cache.n_slots) if engine.cache is not None else None
-
-
-def _cores() -> int:
-    """Physical cores that this process may run on."""
-    usable = len(psutil.Process().cpu_affinity())
-    return max(1, min(psutil.cpu_count(logical=False) or usable, usable))
 
 
 def time_table(time: TimeSplit, tokens: int) -> list[tuple[str, str, str]]:
@@ -88,8 +43,8 @@ def facts_table(engine: Engine, result: GenerationResult) -> list[tuple[str, str
     decode, n = result.decode, result.decoded
     rows = [
         ("generated", f"{len(result.token_ids)} tokens", f"{result.total_s:.2f} s, stopped: {result.stop}"),
-        ("prefill", _rate(result.prefill_tok_s), f"{result.prefill_tokens} tokens in {result.prefill_s:.2f} s"),
-        ("decode", _rate(result.decode_tok_s), f"{_rate(result.effective_tok_s)} with all around it"),
+        ("prefill", rate(result.prefill_tok_s), f"{result.prefill_tokens} tokens in {result.prefill_s:.2f} s"),
+        ("decode", rate(result.decode_tok_s), f"{rate(result.effective_tok_s)} with all around it"),
     ]
     if engine.cache is not None and n:
         hit = "-" if decode.hit_rate is None else f"{100 * decode.hit_rate:.1f} % hit"
@@ -118,5 +73,6 @@ def lay_out(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{a:<{first}}  {b:>{second}}  {c}".rstrip() for a, b, c in rows]
 
 
-def _rate(value: float | None) -> str:
+def rate(value: float | None) -> str:
+    """Tokens per second."""
     return "-" if value is None else f"{value:.2f} tok/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..llama import llama
+from .. import llama
 from ..speculation.verify import Choice
 from .config import Sampling
 

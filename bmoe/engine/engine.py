@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import llama
 from ..accounting.counters import StreamCounters
 from ..errors import BmoeError
 from ..experts import warm_start
@@ -18,7 +19,6 @@ from ..experts.slots import SlotPlan
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer
 from ..host import memory
-from ..llama import llama
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from ..speculation import make_draft_width, make_drafter, mtp
 from ..streamer._cache import ExpertCache

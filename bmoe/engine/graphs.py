@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from .. import llama
 from ..accounting.counters import StreamCounters
 from ..accounting.timing import GRAPH, LOOP
 from ..errors import BmoeError, ReadError, UsageError
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer
-from ..llama import llama
 from ..observe.tracing import Traces
 from ..streamer._cache import ExpertCache
 from ..streamer._reads import Lanes

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import llama
 from ..errors import ModelError
 from ..experts.weights import dense_runs
 from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers, open_model_file
 from ..host import _memory, memory
-from ..llama import llama
 from ..llama.head import HeadContext, TargetRows
 from ..speculation import mtp
 from ..streamer._reads import Lanes

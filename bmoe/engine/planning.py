@@ -6,12 +6,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .. import llama
 from ..errors import UsageError
 from ..experts import slots
 from ..experts.budget import ModelSizes
 from ..gguf.file import ExpertLayer, ModelFile
 from ..host import memory
-from ..llama import llama
 from ..speculation import mtp
 from .config import DEFAULT_CONTEXT, EngineConfig
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .. import llama
 from ..accounting.counters import StreamCounters
 from ..accounting.results import GenerationResult, Token
 from ..accounting.timing import LOOP, OUTPUT
 from ..accounting.token_cost import Cost, TokenCosts
 from ..errors import UsageError
 from ..host import memory
-from ..llama import llama
 from .account import TurnAccount
 from .request import check_ids
 from .sequence import TokenSequence

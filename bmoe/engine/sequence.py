@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from .. import llama
 from ..accounting.bytes_by_cause import FlashSplit
 from ..accounting.timing import DRAFT, LOOP
 from ..errors import ReadError
-from ..llama import llama
 from ..llama.head import TargetRows
 from ..speculation import mtp
 from .account import TurnAccount

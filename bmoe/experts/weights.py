@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..gguf.file import PAGE, Tensor
 from ..host import _memory
-from ..llama.llama import Model
+from ..llama import Model
 from ..streamer import _reads
 
 DenseMode = Literal["mmap", "warm", "lock", "anon"]

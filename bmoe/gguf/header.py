@@ -6,8 +6,8 @@ import ctypes
 import os
 from typing import Any, NamedTuple
 
+from .. import llama
 from ..errors import ModelError
-from ..llama import llama
 
 _SCALARS: dict[int, Any] = {
     0: ctypes.c_uint8, 1: ctypes.c_int8, 2: ctypes.c_uint16, 3: ctypes.c_int16, 4: ctypes.c_uint32,

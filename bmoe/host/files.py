@@ -7,7 +7,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import BmoeError, UsageError
 
 
 def check_writable(path: Path, flag: str, inputs: Sequence[str | os.PathLike[str]] = ()) -> None:
@@ -57,6 +57,14 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, text: str, flag: str) -> None:
+    """`write_whole` of what `flag` asks for. Raises BmoeError."""
+    try:
+        write_whole(path, text)
+    except OSError as e:
+        raise BmoeError(f"{flag}: cannot write {path}: {e.strerror}") from None
 
 
 def is_device(path: Path) -> bool:

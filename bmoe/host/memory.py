@@ -310,7 +310,7 @@ def _reclaimable(stat: dict[str, int], prefix: str, dirty: str, writeback: str) 
     # Both file lists count, as in MemAvailable: what was read twice ("active") is dropped under pressure all
     # the same. tmpfs and locked pages are on other lists. Dirty pages need a disk first, and v1 does not make
     # their writers wait, so they do not count. Mapped pages do: ours are the model's own weights, and
-    # whoever sizes from this pays for those in full (`sizing.decide`).
+    # whoever sizes from this pays for those in full (`bmoe.experts.budget.decide`).
     files = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
     return max(0, files - stat.get(dirty, 0) - stat.get(writeback, 0))
 

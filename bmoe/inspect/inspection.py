@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import llama
 from ..engine.config import EngineConfig
 from ..engine.opening import Overhead, open_contexts, part_tensors, read_source
 from ..engine.planning import ContextPlan, cache_sizes, context_plan, spare_bytes
@@ -15,7 +16,6 @@ from ..experts import slots
 from ..experts.budget import CacheDecision, CacheRequest, MiB, ModelSizes, advice, decide
 from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers
 from ..host import memory
-from ..llama import llama
 
 
 @dataclass(frozen=True)

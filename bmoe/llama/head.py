@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import AbiError, BmoeError
-from . import llama
+from . import library
+from .context import Context
+from .model import Model
 
 Rows = npt.NDArray[np.float32]
 
@@ -39,11 +41,11 @@ def check() -> None:
     """Binds the calls; raises AbiError naming the one that the installed llama-cpp-python lacks."""
     if _calls:
         return
-    llama.check()
+    library.check()
     found = {}
     for name, (symbol, result, args) in SYMBOLS.items():
         try:
-            f = getattr(llama.lib(), symbol)
+            f = getattr(library.lib(), symbol)
         except AttributeError:
             raise AbiError(f"the installed llama-cpp-python has no function {symbol}: --mtp cannot work") from None
         f.restype, f.argtypes = result, [ctypes.c_void_p, *args]
@@ -51,8 +53,8 @@ def check() -> None:
     _calls.update(found)
 
 
-def _row_size(context: llama.Context) -> int:
-    return int(llama.C.llama_model_n_embd_out(context.model.handle))
+def _row_size(context: Context) -> int:
+    return int(library.C.llama_model_n_embd_out(context.model.handle))
 
 
 def _floats(address: int | None, n_rows: int, size: int) -> Rows:
@@ -69,7 +71,7 @@ class TargetRows:
     in the graph, once where llama.cpp copies them to, once where they wait for the head.
     """
 
-    def __init__(self, context: llama.Context) -> None:
+    def __init__(self, context: Context) -> None:
         check()
         self._context = context
         self.size = _row_size(context)
@@ -82,28 +84,28 @@ class TargetRows:
         return _floats(_calls["get_rows"](self._context.handle), n, self.size)
 
 
-class HeadContext(llama.Context):
+class HeadContext(Context):
     """The context of a model's own heads: tokens with the hidden row before each in, logits and hidden rows out.
 
     Every output of a batch has a row, and a batch has either no outputs or only outputs: the graphs of some
     architectures give the rows of all tokens, of others those of the outputs.
     """
 
-    def __init__(self, model: llama.Model, *, n_heads: int = 1, **settings: Any) -> None:
+    def __init__(self, model: Model, *, n_heads: int = 1, **settings: Any) -> None:
         check()
         super().__init__(model, mtp=True, n_outputs=n_heads, **settings)
         self.n_heads = n_heads
         self.size = _row_size(self)
         _calls["set_rows"](self.handle, True, True)
-        self._ext = llama.C.llama_batch_ext_init(self.handle)
-        self._embd = llama.C.llama_embd(None, 1, self.size)
+        self._ext = library.C.llama_batch_ext_init(self.handle)
+        self._embd = library.C.llama_embd(None, 1, self.size)
 
     def run(self, head: int, tokens: Sequence[int], rows: Rows, position: int, outputs: bool) -> int:
         """Appends `tokens` at `position` to the sequence of head `head`, `rows` float32 [n, size] beside them.
 
         `outputs`: logits and hidden rows of every token are kept. Returns llama_decode's code.
         """
-        C, batch = llama.C, self._ext
+        C, batch = library.C, self._ext
         assert rows.dtype == np.float32
         assert rows.flags.c_contiguous
         assert rows.shape == (len(tokens), self.size)
@@ -131,11 +133,11 @@ class HeadContext(llama.Context):
 
     def output_logits(self, i: int) -> Rows:
         """Logits of output `i` of the last batch: float32 [n_vocab], a view that the next batch overwrites."""
-        return _floats(llama.lib().llama_get_logits_ith(self.handle, i), 1, self.n_vocab).reshape(-1)
+        return _floats(library.lib().llama_get_logits_ith(self.handle, i), 1, self.n_vocab).reshape(-1)
 
     def close(self) -> None:
         if self.handle is not None:
-            llama.C.llama_batch_ext_free(self._ext)
+            library.C.llama_batch_ext_free(self._ext)
         super().close()
 
 

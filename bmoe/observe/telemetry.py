@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..accounting.token_cost import Cost
 from ..accounting.token_record import TokenRecord
-from ..host.probe import HostSample, Probe
+from ..host.sampling import HostSample, HostSampler
 
 
 class Fill(Protocol):
@@ -30,7 +30,7 @@ class Telemetry:
         self, turn: int, steps: int, cache: Fill | None, budget_bytes: int, dense: list[tuple[int, int]]
     ) -> None:
         self._turn, self._steps, self._cache, self._budget = turn, steps, cache, budget_bytes
-        self._probe = Probe(dense)
+        self._probe = HostSampler(dense)
         self._last = self._probe.sample()
         self._page_size = os.sysconf("SC_PAGE_SIZE")
 

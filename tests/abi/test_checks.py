@@ -15,12 +15,13 @@ from cli_process import ROOT, environment
 from bmoe.abi import names
 from bmoe.abi.check import BROKEN, OK, SKIPPED
 from bmoe.cli.commands import abi
-from bmoe.llama import llama
+from bmoe.llama.library import PINNED
 
 RUN = """
 import ctypes, os, signal, sys, time
 from bmoe.gguf import header as gguf_header
-from bmoe.llama import _ggml, head as llama_mtp, llama
+from bmoe import llama
+from bmoe.llama import _ggml, context, head, library
 from bmoe.cli.commands import abi
 from bmoe.abi import check, graph, heads, layout, names, stock, streaming
 {fault}
@@ -49,7 +50,8 @@ def test_the_pinned_release_is_as_assumed(tiny: Any) -> None:
     assert list(found) == [c.name for c in abi.CHECKS]
     assert {name: end for name, end in found.items() if end[0] != OK} == {}
     assert code == 0
-    assert f"llama-cpp-python {llama.PINNED} (as pinned): {len(abi.CHECKS)} ok, 0 BROKEN, 0 not checked" in err
+    assert found["names: helpers in Python"] != (OK, "0 classes")
+    assert f"llama-cpp-python {PINNED} (as pinned): {len(abi.CHECKS)} ok, 0 BROKEN, 0 not checked" in err
     assert "qwen35moe" in found["identity: wide batches"][1]
 
 
@@ -76,17 +78,17 @@ def test_needs_are_checks_that_come_before() -> None:
 
 FAULTS = {
     "names: bindings": (
-        "names.used_of_bindings = lambda module: {'llama_decode', 'llama_no_such'}",
+        "names.used_of_bindings = lambda *modules: {'llama_decode', 'llama_no_such'}",
         "not in llama_cpp: llama_no_such",
     ),
-    "names: functions without bindings": ("llama.FUNCTIONS['gguf_no_such'] = (None, [])", "gguf_no_such"),
+    "names: functions without bindings": ("library.FUNCTIONS['gguf_no_such'] = (None, [])", "gguf_no_such"),
     "names: ggml functions": (
         "real = _ggml.function_names(); _ggml.function_names = lambda: [*real, ('ggml_no_such', True)]",
         "not in libllama: ggml_no_such",
     ),
-    "names: calls of --mtp": ("llama_mtp.SYMBOLS['x'] = ('_Z4lostv', None, [])", "not in libllama: _Z4lostv"),
+    "names: calls of --mtp": ("head.SYMBOLS['x'] = ('_Z4lostv', None, [])", "not in libllama: _Z4lostv"),
     "names: heads": (
-        "llama_mtp.HEADS.update({'glm5-next': 1, 'qwen35': 2})",
+        "head.HEADS.update({'glm5-next': 1, 'qwen35': 2})",
         "glm5-next, qwen35 (2 heads, one is asserted)",
     ),
     "names: operations": ("names.GRAPH_OPS |= {'NO_SUCH'}", "no operation is called: NO_SUCH"),
@@ -97,7 +99,7 @@ FAULTS = {
     ),
     "layout: own structures against llama.h": (
         "class B(ctypes.Structure): _fields_ = [('buft', ctypes.c_void_p), ('pattern', ctypes.c_void_p)]\n"
-        "llama._BuftOverride = B",
+        "layout.BuftOverride = B",
         "pattern at 0 (8 bytes), expected 8 (8)",
     ),
     "layout: ext/bmoe/llama/ggml_abi.h against ggml.h": (
@@ -105,13 +107,13 @@ FAULTS = {
         "data at 248 (8 bytes), expected 240 (8); no lost",
     ),
     "graph: shown before it runs": ("graph.N_EXPERT_TENSORS = 7", "expert matmuls is 6, expected 7"),
-    "graph: abort": ("llama.ABORTED = graph.llama.ABORTED = 3", "llama_decode is 2, expected 3"),
+    "graph: abort": ("llama.ABORTED = 3", "llama_decode is 2, expected 3"),
     "header: values": (
         "gguf_header._SCALARS[0] = ctypes.c_int8",
         "a key of type u8 is -56, expected 200",
     ),
     "context: sizes": (
-        "import re; llama._BUFFER_LINE = re.compile('no such line(.)(.)(.)')",
+        "import re; context._BUFFER_LINE = re.compile('no such line(.)(.)(.)')",
         "KV cache is in the log is False, expected True",
     ),
     "identity: one token at a time": (
@@ -195,7 +197,7 @@ def test_another_release_is_checked_not_refused() -> None:
     fault = "from importlib import metadata; metadata.version = lambda name: '0.3.99'"
     code, found, err = checked("--only", "loader: opens", fault=fault)
     assert (code, found["loader: opens"][0]) == (0, OK)
-    assert f"llama-cpp-python 0.3.99 (bmoe is pinned to {llama.PINNED}): " in err
+    assert f"llama-cpp-python 0.3.99 (bmoe is pinned to {PINNED}): " in err
 
 
 @pytest.mark.parametrize(
@@ -217,5 +219,5 @@ def test_without_llama_cpp_python() -> None:
     code, _, err = checked("--only", "names: bindings", fault=fault)
     assert (code, err) == (
         1,
-        f"bmoe: llama-cpp-python is not installed: pip install llama-cpp-python=={llama.PINNED}\n",
+        f"bmoe: llama-cpp-python is not installed: pip install llama-cpp-python=={PINNED}\n",
     )

@@ -12,29 +12,29 @@ from abi_shim import CC, build_shim
 from cli_process import environment
 
 import bmoe
-from bmoe.llama import _ggml, llama
+from bmoe.llama import _ggml, library
 
 
 def test_the_installed_one_is_right() -> None:
-    llama.check()
-    llama.check(installed=llama.PINNED)
+    library.check()
+    library.check(installed=library.PINNED)
     assert _ggml.check_abi() >= 25
 
 
 @pytest.mark.parametrize("installed", ["0.3.40", "0.3.3", "1.0"])
 def test_another_release(installed: str) -> None:
     with pytest.raises(bmoe.AbiError) as e:
-        llama.check(installed=installed)
+        library.check(installed=installed)
     assert str(e.value) == (
-        f"llama-cpp-python {installed} is installed, but this bmoe works with {llama.PINNED} only: "
-        f"pip install llama-cpp-python=={llama.PINNED}"
+        f"llama-cpp-python {installed} is installed, but this bmoe works with {library.PINNED} only: "
+        f"pip install llama-cpp-python=={library.PINNED}"
     )
     assert e.value.exit_code == 1
-    llama.check()
+    library.check()
 
 
 def test_what_is_installed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "C", None)
+    monkeypatch.setattr(library, "C", None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1")
     with pytest.raises(bmoe.AbiError, match=r"llama-cpp-python 0\.0\.1 is installed"):
         bmoe.Engine.open()
@@ -43,28 +43,28 @@ def test_what_is_installed_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", nothing)
-    with pytest.raises(bmoe.AbiError, match=f"not installed: pip install llama-cpp-python=={llama.PINNED}"):
+    with pytest.raises(bmoe.AbiError, match=f"not installed: pip install llama-cpp-python=={library.PINNED}"):
         bmoe.Engine.open()
 
 
 def test_the_pin_is_one() -> None:
     """pyproject.toml installs what the code was built for."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert f'"llama-cpp-python=={llama.PINNED}"' in text
+    assert f'"llama-cpp-python=={library.PINNED}"' in text
 
 
-COMMAND = "import sys, bmoe.llama.llama; {}; from bmoe.cli.main import main; sys.exit(main(sys.argv[1:]))"
+COMMAND = "import sys, bmoe.llama.library; {}; from bmoe.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (
-            "bmoe.llama.llama.PINNED = '9.9.9'",
+            "bmoe.llama.library.PINNED = '9.9.9'",
             "but this bmoe works with 9.9.9 only: pip install llama-cpp-python==9.9.9",
         ),
         # None in sys.modules makes an import of it fail.
-        ("sys.modules['llama_cpp'] = None", f"llama-cpp-python {llama.PINNED} cannot be loaded"),
+        ("sys.modules['llama_cpp'] = None", f"llama-cpp-python {library.PINNED} cannot be loaded"),
     ],
 )
 def test_the_command_line_says_so(change: str, says: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bmoe.analysis.route_trace import RoutedBatch, TraceError, read_trace
+from bmoe.analysis.route_trace import RoutedBatch, read_trace
+from bmoe.analysis.table import TableError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "route-traces"
 
@@ -95,7 +96,7 @@ def test_a_trace_without_weights(tmp_path: Path) -> None:
 )
 def test_what_is_no_trace_is_told_in_one_line(text: str, says: str, tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", text)
-    with pytest.raises(TraceError) as e:
+    with pytest.raises(TableError) as e:
         read_trace(path)
     assert says in str(e.value)
     assert str(path) in str(e.value)
@@ -113,7 +114,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "none", "No such file"),
         (tmp_path, "directory"),
     ):
-        with pytest.raises(TraceError, match=says):
+        with pytest.raises(TableError, match=says):
             read_trace(path)
 
 

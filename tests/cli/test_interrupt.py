@@ -198,7 +198,7 @@ def test_a_run_that_ignores_it(moe: Path) -> None:
 OPENER = """
 import os, random, signal, sys, time
 import bmoe.cli.main
-from bmoe.llama import llama
+from bmoe import llama
 llama.check()
 random.seed(1)
 flags = ["-m", sys.argv[1], "-p", "x", "-n", "0", "-t", "1", "-c", "4096", "-q"]

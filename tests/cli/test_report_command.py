@@ -15,7 +15,8 @@ from cli_process import run
 from bmoe.accounting.bytes_by_cause import CAUSES
 from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
 from bmoe.analysis import run_page, run_stats
-from bmoe.analysis.run_csv import CsvError, read_run
+from bmoe.analysis.run_csv import read_run
+from bmoe.analysis.table import TableError
 from bmoe.cli.commands.report import short_names
 from bmoe.observe.record_format import csv_head, csv_row, csv_summary
 
@@ -64,7 +65,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     for at in [*range(0, head, 41), *range(head, len(whole), 7)]:
         path.write_bytes(whole[:at])
         if at < first - 1:
-            with pytest.raises(CsvError) as e:
+            with pytest.raises(TableError) as e:
                 read_run(path)
             assert str(e.value).startswith(str(path))
             assert "\n" not in str(e.value)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import SPECIALS, vocabulary
 
 import bmoe
+from bmoe import llama
 from bmoe.engine.stop_strings import StopStrings
 from bmoe.engine.text import TokenText
-from bmoe.llama import llama
 from bmoe.speculation import Choice, DraftSpec, ModConfig
 
 WIDE = DraftSpec(("ngram-mod",), policy="always", ngram_mod=ModConfig(2, 1, 16))

@@ -18,7 +18,7 @@ from conftest import Cache, OpenEngine, Tiny
 from reference import prompt_ids
 
 import bmoe
-import bmoe.cli.summary
+import bmoe.cli.metrics_file
 from bmoe.analysis.replay import CacheReplay
 from bmoe.analysis.route_trace import read_trace
 from bmoe.errors import UsageError
@@ -104,7 +104,7 @@ def test_the_hottest_are_read_ahead(
     first = generate(engine, PROMPT)
     c, ahead = engine.counters(), engine.preload.lanes.counters()[0]
     assert 0 < loader.used() <= loader.experts
-    summary = bmoe.cli.summary.warm_start(engine)
+    summary = bmoe.cli.metrics_file.warm_start(engine)
     assert summary is not None
     assert (summary["experts"], summary["bytes_read"]) == (loader.experts, loader.bytes)
     engine.close()

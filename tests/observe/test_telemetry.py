@@ -21,11 +21,12 @@ from tiny_mtp import TinyMtp
 import bmoe
 from bmoe.accounting.timing import GRAPH, LOOP, OUTPUT, Clock, TimeSplit
 from bmoe.accounting.token_record import COLUMNS, TIME_COLUMNS
-from bmoe.analysis.run_csv import CsvError, read_run
+from bmoe.analysis.run_csv import read_run
+from bmoe.analysis.table import TableError
 from bmoe.cli import main
 from bmoe.engine import choosing
 from bmoe.host import _memory, memory
-from bmoe.host.probe import Probe
+from bmoe.host.sampling import HostSampler
 from bmoe.observe import telemetry
 from bmoe.observe.record_format import csv_row, json_line
 from bmoe.speculation import DraftSpec
@@ -243,7 +244,7 @@ def replace_host(host: Any, **changes: Any) -> Any:
 
 
 def test_the_probe_agrees_with_what_reads_once() -> None:
-    with contextlib.closing(Probe()) as probe:
+    with contextlib.closing(HostSampler()) as probe:
         sample = probe.sample()
         held = memory.read_process_memory()
         facts = memory.read_meminfo()
@@ -262,7 +263,7 @@ def test_the_probe_costs_fifty_microseconds_at_most() -> None:
     """The best of many short turns: others have the cores too."""
     region = _memory.Region(64 * MiB)
     region.populate(0, 64 * MiB)
-    with contextlib.closing(Probe([(region.address, 64 * MiB)])) as probe:
+    with contextlib.closing(HostSampler([(region.address, 64 * MiB)])) as probe:
         best = math.inf
         for _ in range(100):
             started = time.perf_counter()
@@ -292,7 +293,7 @@ def test_the_cgroups_of_version_two(tmp_path: Path) -> None:
             "cg/a/memory.current": "700\n", "cg/a/memory.max": "1200\n", "cg/a/memory.high": "max\n",
         },
     )  # fmt: skip
-    with contextlib.closing(Probe(root=root)) as probe:
+    with contextlib.closing(HostSampler(root=root)) as probe:
         s = probe.sample()
         assert (s.cgroup_usage, s.cgroup_limit, s.tight_usage, s.tight_limit) == (100, None, 700, 1200)
         (root / "cg/a/memory.current").write_text("200\n")
@@ -313,13 +314,13 @@ def test_the_cgroups_of_version_one(tmp_path: Path) -> None:
             "cg/memory.stat": "hierarchical_memory_limit 600\n",
         },
     )  # fmt: skip
-    with contextlib.closing(Probe(root=root)) as probe:
+    with contextlib.closing(HostSampler(root=root)) as probe:
         s = probe.sample()
     assert (s.cgroup_usage, s.cgroup_limit, s.tight_usage, s.tight_limit) == (100, 500, 300, 600)
 
 
 def test_without_cgroups_and_proc(tmp_path: Path) -> None:
-    with contextlib.closing(Probe(root=tmp_path)) as probe:
+    with contextlib.closing(HostSampler(root=tmp_path)) as probe:
         s = probe.sample()
     assert s[2:] == (None,) * (len(s) - 2)
 
@@ -468,6 +469,6 @@ def test_a_run_that_generates_nothing(moe: Path, tmp_path: Path) -> None:
     done = run("-m", moe, "-p", "Hello", "-n", "0", *FAST, "--csv", path)
     assert done.code == 0, done
     assert rows_of(path) == []
-    with pytest.raises(CsvError, match="no rows after line"):
+    with pytest.raises(TableError, match="no rows after line"):
         read_run(path)
     assert "cannot tell what bounds this run: 0 tokens" in done.err

@@ -21,8 +21,9 @@ from reference import Resident, prompt_ids
 
 import bmoe
 from bmoe.analysis import io_trace
-from bmoe.analysis.replay import CacheReplay, Tally
-from bmoe.analysis.route_trace import RouteTrace, TraceError, read_trace
+from bmoe.analysis.replay import CacheReplay, ReplayCounts
+from bmoe.analysis.route_trace import RouteTrace, read_trace
+from bmoe.analysis.table import TableError
 from bmoe.errors import ReadError, UsageError
 from bmoe.host import files
 from bmoe.observe import tracing
@@ -50,12 +51,12 @@ def generate(engine: bmoe.Engine, prompt: list[int], n: int = 24, **settings: An
     return generation.result
 
 
-def check(tally: Tally, results: list[Any]) -> None:
+def check(counts: ReplayCounts, results: list[Any]) -> None:
     """The replay has the hits and misses of each generation, in prefill and in decode."""
     for turn, result in enumerate(results):
         for phase, c in enumerate((result.prefill, result.decode)):
-            assert tally.count(phase, turn) == (c.hits, c.hits + c.misses), (turn, phase)
-            assert tally.rate(phase, turn) == c.hit_rate
+            assert counts.count(phase, turn) == (c.hits, c.hits + c.misses), (turn, phase)
+            assert counts.rate(phase, turn) == c.hit_rate
 
 
 @pytest.mark.parametrize("policy", ["votes", "lru"])
@@ -87,10 +88,10 @@ def test_a_replay_has_what_the_engine_reported(
     assert not engine.failures
     trace = read_trace(path)
     replay = CacheReplay.recorded(trace)
-    tally = replay.run()
-    check(tally, results)
-    assert (sum(tally.hits.values()), tally.evictions) == (c.hits, c.evictions)
-    assert (tally.rereads, tally.read) == (c.rereads, c.bytes) or "prefetch" in settings
+    counts = replay.run()
+    check(counts, results)
+    assert (sum(counts.hits.values()), counts.evictions) == (c.hits, c.evictions)
+    assert (counts.rereads, counts.read) == (c.rereads, c.bytes) or "prefetch" in settings
     assert [replay.cache.resident(i) for i in range(len(engine.layers))] == [
         engine.cache.resident(i) for i in range(len(engine.layers)) if engine.cache
     ]
@@ -167,9 +168,9 @@ def test_after_a_failed_read_and_a_stop_the_replay_goes_on(tiny: Tiny, open_engi
     last = generate(engine, prompt_ids(30, 6))
     c = engine.counters()
     engine.close()
-    tally = CacheReplay.recorded(read_trace(path)).run()
-    check(tally, [first, broken.result, stopped.result, last])
-    assert sum(tally.hits.values()) == c.hits
+    counts = CacheReplay.recorded(read_trace(path)).run()
+    check(counts, [first, broken.result, stopped.result, last])
+    assert sum(counts.hits.values()) == c.hits
     assert "clear" in path.read_text()
 
 
@@ -432,7 +433,7 @@ def test_events_that_nobody_writes_are_refused(traced: tuple[Path, Path, Any], t
     for event in ("burn:3", "warm:0", "forget", "load:99:1", "reject:x"):
         bad = tmp_path / "bad.csv"
         bad.write_text(re.sub(r"left:\d+", event, text, count=1))
-        with pytest.raises(TraceError, match="event"):
+        with pytest.raises(TableError, match="event"):
             CacheReplay.recorded(read_trace(bad)).run()
 
 
@@ -459,27 +460,27 @@ def plain_trace(rows: list[tuple[int, int, int, int, int, int]], n_expert: int =
 
 
 def test_the_analysis_by_hand() -> None:
-    from bmoe.analysis import locality as analysis
+    from bmoe.analysis import locality
 
     # One layer, one expert per token: prefill 5, then decode 5, 6, 5, 5, 7.
     trace = plain_trace([(0, 0, 0, 0, 0, 5), *((0, 1, 1 + i, 0, 0, e) for i, e in enumerate([5, 6, 5, 5, 7]))])
-    reuse = analysis.reuse(trace)
+    reuse = locality.reuse_distances(trace)
     assert (reuse.counts[:2], reuse.first, reuse.median) == ((2, 1), 2, 1.0)
     assert reuse.total == 5
-    (hot,) = analysis.hot(trace)
+    (hot,) = locality.hot_experts(trace)
     assert hot.top == (5, 6, 7)
     assert hot.counts.tolist() == [0, 0, 0, 0, 0, 4, 1, 1]
-    shares = {a.name: a.share for a in analysis.agreement(trace)}
+    shares = {a.name: a.share for a in locality.predictor_agreement(trace)}
     # Before: 5 5 6 5 5; two before (from the second decode token on): 5 5 6 5; most used: 5 throughout.
     assert shares["the token before"] == 2 / 5
     assert shares["two tokens before"] == 1 / 4
     assert shares["most used so far"] == 3 / 5
     assert "layer before, learned" not in shares
-    assert analysis.recorded(trace) is None
+    assert locality.recorded_hits(trace) is None
 
 
 def test_the_layer_before_is_learned() -> None:
-    from bmoe.analysis import locality as analysis
+    from bmoe.analysis import locality
 
     rng = np.random.default_rng(0)
     rows = []
@@ -487,6 +488,6 @@ def test_the_layer_before_is_learned() -> None:
         e = int(rng.integers(8))
         # The second layer's expert follows from the first's.
         rows += [(0, 1, step, 0, 0, e), (0, 1, step, 1, 0, (e + 3) % 8)]
-    shares = {a.name: a.share for a in analysis.agreement(plain_trace(rows))}
+    shares = {a.name: a.share for a in locality.predictor_agreement(plain_trace(rows))}
     assert shares["layer before, learned"] > 0.95
     assert shares["the token before"] < 0.4

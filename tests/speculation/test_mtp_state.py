@@ -289,7 +289,7 @@ def test_an_end_token_inside_a_group(tiny_mtp: TinyMtp, open_engine: OpenEngine)
         path = tiny_mtp(arch)
         engine = open_engine(path, draft=spec())
         source = head_of(engine)
-        end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
+        end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.is_end(engine.model, t))
         script = [*range(60, 67), end, *range(70, 100)]
         force(engine, ForcedHead(source, len(PROMPT), script))
         generation = engine.generate(PROMPT, max_tokens=len(script), script=script)

@@ -142,7 +142,7 @@ def test_an_end_token_inside_a_group_ends_it(
     """A script whose eighth token ends a generation, drafted in groups that reach past it."""
     path, prompt = tiny("qwen3moe", "F32"), prompt_ids(24, 3)
     engine = open_engine(path, draft=WIDE)
-    end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.llama.is_end(engine.model, t))
+    end = next(t for t in range(engine.sequence.context.n_vocab) if bmoe.llama.is_end(engine.model, t))
     script = [*range(60, 67), end, *range(70, 100)]
     engine.drafting.drafter = Scripted(len(prompt), script, 6)  # type: ignore[assignment]
     generation = engine.generate(prompt, max_tokens=len(script), script=script)

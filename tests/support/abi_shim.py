@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bmoe.llama import llama
+from bmoe.llama import library
 
 CC = shutil.which(os.environ.get("CC", "cc"))
 
@@ -66,8 +66,8 @@ def build_shim(folder: Path) -> Path:
     """Compiles it into `folder`; `$BMOE_SHIM` says at run time which one thing it changes."""
     source, shim = folder / "shim.c", folder / "libshim.so"
     source.write_text(SHIM)
-    llama.check()
-    path = Path(llama.C._lib._name).resolve()
+    library.check()
+    path = Path(library.C._lib._name).resolve()
     build = [str(CC), "-shared", "-fPIC", "-w", "-o", shim, source, "-Wl,--no-as-needed", path, "-ldl"]
     subprocess.run([*build, f"-Wl,-rpath,{path.parent}"], check=True, capture_output=True)
     return shim

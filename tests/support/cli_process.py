@@ -94,8 +94,8 @@ def _server() -> subprocess.Popen[str]:
 
 def _serve() -> None:
     """The process that forks: one thread, bmoe imported, llama.cpp loaded."""
+    from bmoe import llama
     from bmoe.cli.main import main
-    from bmoe.llama import llama
 
     llama.check()
     replies = os.fdopen(os.dup(1), "w")

@@ -13,7 +13,7 @@ from ...abi.check import BROKEN, CHECKS, OK, SKIPPED, Check, Files, run_all
 from ...abi.tiny import EXPERTS, write_tiny
 from ...engine import demo
 from ...errors import AbiError, UsageError
-from ...llama import llama
+from ...llama.library import PINNED
 from ..flags import Parser
 from ..terminal import say, write
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         installed = metadata.version("llama-cpp-python")
     except metadata.PackageNotFoundError:
-        raise AbiError(f"llama-cpp-python is not installed: pip install llama-cpp-python=={llama.PINNED}") from None
+        raise AbiError(f"llama-cpp-python is not installed: pip install llama-cpp-python=={PINNED}") from None
     counts = {OK: 0, BROKEN: 0, SKIPPED: 0}
     with tempfile.TemporaryDirectory(prefix="bmoe-abi-") as folder:
         place = Path(folder)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         for result in run_all(chosen, files, installed):
             counts[result.state] += 1
             write(line(result.check, result.state, result.said) + "\n")
-    pin = "as pinned" if installed == llama.PINNED else f"bmoe is pinned to {llama.PINNED}"
+    pin = "as pinned" if installed == PINNED else f"bmoe is pinned to {PINNED}"
     say(f"llama-cpp-python {installed} ({pin}): " + ", ".join(f"{n} {state}" for state, n in counts.items()))
     return 1 if counts[BROKEN] else 0
 

@@ -6,12 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+from ... import llama
 from ...engine import demo
 from ...engine.config import DEFAULT_SNAPSHOTS, EngineConfig
 from ...errors import UsageError
 from ...inspect.forecast import budgets, forecast, measure
 from ...inspect.inspection import inspect_model
-from ...llama import llama
 from .. import inspect_view
 from ..draft_flags import add_draft_flags, spec_from_args
 from ..flags import Parser, add_compute_flags, add_lossy_flags, add_model_flag, add_streaming_flags, engine_settings

@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ... import llama
 from ...accounting.counters import StreamCounters
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.scoring import Tally, Window, text_bytes, windows
 from ...errors import UsageError
-from ...llama import llama
 from ...version import __version__
-from .. import summary
+from .. import metrics_file, summary
 from ..flags import (
     Parser,
     add_compute_flags,
@@ -65,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     text = _read(args.file)
     check_output_flags(args)
-    tell = silent if args.quiet else say
+    notice = silent if args.quiet else say
     llama.exit_on_abort()
     with ProgressView(enabled=not args.quiet) as view:
         engine = Engine.open(args.model, progress=view.update, **settings)
     with engine:
         for line in summary.opening_lines(engine):
-            tell(line)
+            notice(line)
         ids = engine.tokenize(text, special=False)
         measured = Measurement(engine, ids, _windows(args, len(ids), settings["ctx"]), args)
         try:
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
         if measured.tally.n:
             write(f"{measured.headline()}\n")
         for line in measured.lines():
-            tell(line)
+            notice(line)
         if args.metrics_json:
-            summary.write_json(args.metrics_json, measured.metrics(complete=code == 0))
+            metrics_file.write_json(args.metrics_json, measured.metrics(complete=code == 0))
     for line in engine.failures:
         say(f"bmoe: {line}")
     return code
@@ -188,9 +188,11 @@ class Measurement:
             "bytes_per_token": counters.bytes / tokens if tokens else None,
             "hit_rate": counters.hit_rate,
             "total_s": self.seconds,
-            "warm_start": summary.warm_start(engine),
-            "expert": summary.expert_summary(self.decode, t.n, budget, resident, dropping),
-            "prefill": {"expert": summary.expert_summary(self.prefill, self.prefilled, budget, resident, dropping)},
+            "warm_start": metrics_file.warm_start(engine),
+            "expert": metrics_file.expert_summary(self.decode, t.n, budget, resident, dropping),
+            "prefill": {
+                "expert": metrics_file.expert_summary(self.prefill, self.prefilled, budget, resident, dropping)
+            },
         }
 
 

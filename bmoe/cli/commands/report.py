@@ -11,11 +11,10 @@ import numpy as np
 
 from ...accounting.bytes_by_cause import CAUSES
 from ...accounting.token_record import TIME_COLUMNS
-from ...analysis import run_page, run_stats, trace_page
+from ...analysis import plots, run_page, run_stats
 from ...analysis.run_csv import Run, read_run
 from ...analysis.run_stats import METRICS, Estimate
-from ...errors import BmoeError
-from ...host.files import check_writable, write_whole
+from ...host.files import check_writable, write_output
 from ..flags import Parser
 from ..terminal import say, write
 
@@ -39,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Prints the report on stdout."""
     if args.html is not None:
-        trace_page.require_plotly()
+        plots.require_plotly()
         check_writable(args.html, "--html", args.files)
     runs = [read_run(path) for path in args.files]
     for each in runs:
@@ -56,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
         lines += [*setting_lines(names, runs), *comparison_lines(names, found, compared), ""]
     write("\n".join(lines[:-1]) + "\n")
     if args.html is not None:
-        page = trace_page.page("bmoe report", lines, run_page.figures(names, runs, [each[0] for each in found]))
-        try:
-            write_whole(args.html, page)
-        except OSError as e:
-            raise BmoeError(f"--html: cannot write {args.html}: {e.strerror}") from None
+        page = plots.page("bmoe report", lines, run_page.figures(names, runs, [each[0] for each in found]))
+        write_output(args.html, page, "--html")
         say(f"bmoe: {args.html} written")
     return 0
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...analysis import locality as analysis
-from ...analysis import trace_page
+from ...analysis import locality, plots, trace_page
 from ...analysis.io_trace import IoTrace, is_io_trace, read_io_trace, summarise
 from ...analysis.replay import CacheReplay
-from ...analysis.route_trace import RouteTrace, TraceError, read_trace
-from ...errors import BmoeError
-from ...host.files import check_writable, write_whole
+from ...analysis.route_trace import RouteTrace, read_trace
+from ...analysis.table import TableError
+from ...host.files import check_writable, write_output
 from ..flags import Parser
 from ..terminal import say, write
 
@@ -35,15 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Prints the summary on stdout."""
     if args.html is not None:
-        trace_page.require_plotly()
+        plots.require_plotly()
         check_writable(args.html, "--html", [args.file])
     lines, figures = _io(args) if is_io_trace(args.file) else _routes(args)
     write("\n".join(lines) + "\n")
     if args.html is not None:
-        try:
-            write_whole(args.html, trace_page.page(f"bmoe trace: {args.file.name}", lines, figures))
-        except OSError as e:
-            raise BmoeError(f"--html: cannot write {args.html}: {e.strerror}") from None
+        write_output(args.html, plots.page(f"bmoe trace: {args.file.name}", lines, figures), "--html")
         say(f"bmoe: {args.html} written")
     return 0
 
@@ -55,8 +51,12 @@ def _io(args: argparse.Namespace) -> tuple[list[str], list[object]]:
 
 def _routes(args: argparse.Namespace) -> tuple[list[str], list[object]]:
     trace = read_trace(args.file)
-    distances, points, heat = analysis.reuse(trace), analysis.curve(trace), analysis.hot(trace)
-    agreements, had = analysis.agreement(trace), analysis.recorded(trace)
+    distances, points, heat = (
+        locality.reuse_distances(trace),
+        locality.hit_rate_curve(trace),
+        locality.hot_experts(trace),
+    )
+    agreements, had = locality.predictor_agreement(trace), locality.recorded_hits(trace)
     lines = head_lines(trace, had)
     lines += reuse_lines(distances) + curve_lines(points) + agreement_lines(agreements) + hot_lines(heat)
     figures: list[object] = []
@@ -74,7 +74,7 @@ def slot_bytes(trace: RouteTrace) -> int | None:
         return None
 
 
-def head_lines(trace: RouteTrace, had: analysis.Recorded | None) -> list[str]:
+def head_lines(trace: RouteTrace, had: locality.RecordedHits | None) -> list[str]:
     """What was traced, what the run had, and what a replay of it gives."""
     h, batches = trace.header, list(trace.batches())
     tokens = [len({(b.turn, b.step, i) for b in batches if b.phase == p for i in range(len(b.rows))}) for p in (0, 1)]
@@ -90,18 +90,18 @@ def head_lines(trace: RouteTrace, had: analysis.Recorded | None) -> list[str]:
         lines.append(f"run: {_percent(had.rate(1))} hit in decode, {_percent(had.rate(0))} in prefill")
     if "slots" in h:
         try:
-            tally = CacheReplay.recorded(trace).run()
-        except TraceError as e:
+            counts = CacheReplay.recorded(trace).run()
+        except TableError as e:
             return [*lines, f"replay: {e}"]
-        same = had is not None and all(tally.count(p) == (had.hits[p], had.looked[p]) for p in (0, 1))
+        same = had is not None and all(counts.count(p) == (had.hits[p], had.looked[p]) for p in (0, 1))
         lines.append(
-            f"replay: {_percent(tally.rate(1))} and {_percent(tally.rate(0))} with the run's own slots and policy "
+            f"replay: {_percent(counts.rate(1))} and {_percent(counts.rate(0))} with the run's own slots and policy "
             f"({h.get('policy', '?')}), {'every hit and miss the same' if same else 'NOT the same hits and misses'}"
         )
     return lines
 
 
-def reuse_lines(distances: analysis.Reuse) -> list[str]:
+def reuse_lines(distances: locality.ReuseDistances) -> list[str]:
     if not distances.total:
         return ["reuse: no decode step"]
     parts = [
@@ -115,7 +115,7 @@ def reuse_lines(distances: analysis.Reuse) -> list[str]:
     ]
 
 
-def curve_lines(points: list[analysis.Point]) -> list[str]:
+def curve_lines(points: list[locality.CurvePoint]) -> list[str]:
     if not points:
         return []
     policies = list(points[0].rates)
@@ -129,14 +129,14 @@ def curve_lines(points: list[analysis.Point]) -> list[str]:
     return lines
 
 
-def agreement_lines(agreements: list[analysis.Agreement]) -> list[str]:
+def agreement_lines(agreements: list[locality.Agreement]) -> list[str]:
     if not agreements:
         return []
     parts = [f"{a.name} {100 * a.share:.1f} %" for a in agreements]
     return [f"predictors: of decode's routed experts, named by {', '.join(parts)}"]
 
 
-def hot_lines(heat: list[analysis.Hot]) -> list[str]:
+def hot_lines(heat: list[locality.HotExperts]) -> list[str]:
     lines = ["hot experts (share of the layer's routes; then what the most used quarter gets):"]
     for h in heat:
         total = max(1, int(h.counts.sum()))

@@ -1,6 +1,6 @@
 """What the operating system says of this process and its memory, often: files stay open, one read each.
 
-`osmem` reads the same facts once, with more detail. Linux; what a system does not have is None, never 0.
+`memory` reads the same facts once, with more detail. Linux; what a system does not have is None, never 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class HostSample(NamedTuple):
     dense_resident: float | None = None
 
 
-class Probe:
+class HostSampler:
     """Keeps the files open; `sample()` reads them. Made and used in one process. Close it; may be closed twice.
 
     `dense`: (address, bytes) of weights whose pages are looked at, which must outlive it. `root`: where /proc and the
