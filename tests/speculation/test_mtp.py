@@ -212,28 +212,6 @@ def test_sources_of_text_come_first_and_the_head_keeps_up(tiny_mtp: TinyMtp, ope
     close_state(head_state(engine), head_state(other))
 
 
-def test_text_goes_on_from_what_the_head_drafted(tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
-    """--spec-extend: three tokens of the head make a match of three, from which ngram-mod drafts on; one batch."""
-    path = tiny_mtp("glm4moe")
-    phrase = prompt_ids(40, 5)
-    prompt = [*phrase, 64]
-    script = [*phrase, *prompt_ids(20, 8)]
-    extended = replace(TEXT, extend=True)
-    assert extended.longest() == 19
-    decodes = []
-    for chosen in (TEXT, extended):
-        engine = open_engine(path, "few", draft=chosen, ctx=512)
-        head = ForcedHead(head_of(engine), len(prompt), script)
-        engine.sequence.head = head
-        engine.drafting.drafter.sources = (engine.drafting.drafter.sources[0], head)
-        generation = engine.generate(prompt, max_tokens=len(script), script=script, stop_at_end=False)
-        assert [t.id for t in generation] == script
-        decodes.append(generation.result.spec.decodes)
-        assert engine.drafting.drafter.stats["ngram-mod"]["accepted"] > 20
-        assert generation.result.flash_split.total == generation.result.prefill.bytes + generation.result.decode.bytes
-    assert decodes[1] < decodes[0], "an extended draft is verified together with the head's"
-
-
 # ---- refusals ---------------------------------------------------------------------------------------
 
 

@@ -149,7 +149,7 @@ def test_an_end_token_inside_a_group_ends_it(
     assert [t.id for t in generation] == script[:8]
     assert generation.result.stop == "end"
     # The next generation is not led astray by what was decoded past the end.
-    engine.drafting.drafter = bmoe.engine.make_drafter(DraftSpec())
+    engine.drafting.drafter = bmoe.drafting.make_drafter(DraftSpec())
     assert ids(engine, prompt, 10) == ids(open_engine(path), prompt, 10)
 
 
