@@ -11,12 +11,9 @@ cdef enum:
     MAX_PARTS = 4     # gate, up, down, or gate_up and down; one to spare
     MAX_GUESSES = 32  # experts of one layer that are read ahead
     GUESS_TOKENS = 4  # positions of the widest batch for which something is
-    PREFETCH_NEXT = 1
-    PREFETCH_PREVIOUS = 2
     SCORE_CONTROL = 0
     SCORE_NEXT = 1
-    SCORE_PREVIOUS = 2
-    SCORES = 3
+    SCORES = 2
     SPENT_COMPUTE = 0  # nodes, and waiting for the other compute threads
     SPENT_WAIT = 1     # for reads
     SPENT_MANAGE = 2   # planning, queueing reads, guessing
@@ -128,7 +125,7 @@ cdef struct Moe:
     Drop drop
     RouteLog log
     # Reading ahead.
-    int prefetch           # 0, PREFETCH_NEXT or PREFETCH_PREVIOUS
+    int prefetch           # what the next layer will route is read
     int predict_log
     int graph              # counts the graphs that were walked
     Router *routers        # [n_layers]
@@ -138,8 +135,6 @@ cdef struct Moe:
     int64_t guess_room
     int *guess             # [n_layers * MAX_GUESSES] what the layer before guessed
     int *n_guess
-    int *last              # [n_layers * MAX_GUESSES] what the last token routed
-    int *n_last
     int64_t *scores        # [n_layers * SCORES * 2] right and all, by kind of guess
     int lie                # fault injection
     int64_t guess_ns

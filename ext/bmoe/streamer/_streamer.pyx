@@ -95,8 +95,6 @@ cdef class Streamer:
         m.routers = <Router *>calloc(m.n_layers + 1, sizeof(Router))
         m.guess = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
         m.n_guess = <int *>calloc(m.n_layers + 1, sizeof(int))
-        m.last = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
-        m.n_last = <int *>calloc(m.n_layers + 1, sizeof(int))
         m.scores = <int64_t *>calloc(m.n_layers * SCORES * 2 + 1, sizeof(int64_t))
         m.x_start = <int *>calloc(n + 1, sizeof(int))
         m.x_of = <int *>calloc(n, sizeof(int))
@@ -286,8 +284,8 @@ cdef class Streamer:
 
     def read_ahead(self, str how="off", bint log=False):
         """What is read before its layer is routed: "next-layer" (what the layer's router makes of the input of the
-        router before it), "previous-token" or "off". `log`: guesses are scored, whether they are acted on or not."""
-        self.m.prefetch = {"off": 0, "next-layer": PREFETCH_NEXT, "previous-token": PREFETCH_PREVIOUS}[how]
+        router before it) or "off". `log`: guesses are scored, whether they are acted on or not."""
+        self.m.prefetch = {"off": 0, "next-layer": 1}[how]
         self.m.predict_log = log
 
     def unpredictable(self):
@@ -306,8 +304,8 @@ cdef class Streamer:
 
     def scores(self):
         """Of the routed experts of decoded tokens, how many were guessed: per layer `{guess: (right, all)}`, for
-        "control" (the layer's own router run again), "next-layer" and "previous-token"."""
-        names = ("control", "next-layer", "previous-token")
+        "control" (the layer's own router run again) and "next-layer"."""
+        names = ("control", "next-layer")
         return [{name: (self.m.scores[(i * SCORES + k) * 2], self.m.scores[(i * SCORES + k) * 2 + 1])
                  for k, name in enumerate(names)} for i in range(self.m.n_layers)]
 
@@ -355,8 +353,7 @@ cdef class Streamer:
                     <uintptr_t>m.miss, <uintptr_t>m.x_reread, <uintptr_t>m.position_bytes,
                     <uintptr_t>m.position_rereads, <uintptr_t>m.drop.gone, <uintptr_t>m.x_place,
                     <uintptr_t>m.place, <uintptr_t>m.spares, <uintptr_t>m.routers, <uintptr_t>m.guess_scratch,
-                    <uintptr_t>m.guess, <uintptr_t>m.n_guess, <uintptr_t>m.last, <uintptr_t>m.n_last,
-                    <uintptr_t>m.scores):
+                    <uintptr_t>m.guess, <uintptr_t>m.n_guess, <uintptr_t>m.scores):
             free(<void *><uintptr_t>ptr)
         log_free(&m.log)
 

@@ -184,30 +184,25 @@ cdef void _guess(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
     # A layer that misses next to nothing is not worth the product.
     if m.layers[t].missing < 0.05 and not m.predict_log:
         return
-    if m.prefetch == PREFETCH_PREVIOUS:
-        for i in range(m.n_last[t]):
-            wanted[n] = m.last[t * MAX_GUESSES + i]
-            n += 1
-    if m.prefetch == PREFETCH_NEXT or m.predict_log:
-        if not here.alive or here.n_embd != next_.n_embd:
-            return
-        for tok in range(n_tok):
-            router_top(next_, <float *>(<char *>here.x.data + tok * here.x.nb[1]), m.guess_scratch, top, share)
-            if n_tok == 1:
-                m.n_guess[t] = next_.n_used
-                memcpy(m.guess + t * MAX_GUESSES, top, sizeof(int) * next_.n_used)
-            if m.prefetch != PREFETCH_NEXT:
+    if not here.alive or here.n_embd != next_.n_embd:
+        return
+    for tok in range(n_tok):
+        router_top(next_, <float *>(<char *>here.x.data + tok * here.x.nb[1]), m.guess_scratch, top, share)
+        if n_tok == 1:
+            m.n_guess[t] = next_.n_used
+            memcpy(m.guess + t * MAX_GUESSES, top, sizeof(int) * next_.n_used)
+        if not m.prefetch:
+            continue
+        for i in range(next_.n_used):
+            # What would be dropped if it is missing is not worth reading.
+            if m.drop.threshold > 0 and m.drop.active and i and share[i] < m.drop.threshold / next_.n_used:
                 continue
-            for i in range(next_.n_used):
-                # What would be dropped if it is missing is not worth reading.
-                if m.drop.threshold > 0 and m.drop.active and i and share[i] < m.drop.threshold / next_.n_used:
-                    continue
-                known = False
-                for k in range(n):
-                    known = known or wanted[k] == top[i]
-                if not known and n < MAX_GUESSES:
-                    wanted[n] = top[i]
-                    n += 1
+            known = False
+            for k in range(n):
+                known = known or wanted[k] == top[i]
+            if not known and n < MAX_GUESSES:
+                wanted[n] = top[i]
+                n += 1
     m.guess_ns += bm_now_ns() - t0
     if m.lie:
         for i in range(n):
@@ -229,16 +224,9 @@ cdef void _score(Moe *m, int layer, int kind, const int *guess, int n, bm_tensor
 
 
 cdef void _note_routes(Moe *m, int layer, bm_tensor *ids, int misses) noexcept nogil:
-    # After a plan: scores the guesses at this layer and remembers what its last token routed.
-    cdef int i, n = <int>min(<int64_t>MAX_GUESSES, ids.ne[0]), tok = <int>ids.ne[1] - 1
-    if m.predict_log and ids.ne[1] == 1:
-        if m.n_guess[layer]:
-            _score(m, layer, SCORE_NEXT, m.guess + layer * MAX_GUESSES, m.n_guess[layer], ids)
-        if m.n_last[layer]:
-            _score(m, layer, SCORE_PREVIOUS, m.last + layer * MAX_GUESSES, m.n_last[layer], ids)
+    # After a plan: scores the guess at this layer, and how much the layer misses.
+    if m.predict_log and ids.ne[1] == 1 and m.n_guess[layer]:
+        _score(m, layer, SCORE_NEXT, m.guess + layer * MAX_GUESSES, m.n_guess[layer], ids)
     m.n_guess[layer] = 0
-    m.n_last[layer] = n
-    for i in range(n):
-        m.last[layer * MAX_GUESSES + i] = _id(ids, i, tok)
     if ids.ne[1] <= GUESS_TOKENS:
         m.layers[layer].missing = 0.9 * m.layers[layer].missing + 0.1 * misses
