@@ -429,13 +429,14 @@ class Engine:
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
         streamer = self.streamer
-        return StreamCounters(
+        values: list[Any] = [
             *streamer.counters(),
-            *self.lanes.counters(),
+            *self.lanes.counters().values(),
             *streamer.drop_counters(),
             *streamer.prefetch_counters()[:4],
             *streamer.spent(),
-        )
+        ]
+        return StreamCounters._make(values)
 
     @property
     def budget_bytes(self) -> int:

@@ -21,13 +21,12 @@ from bmoe.streamer._cache cimport (Cache, ExpertCache, cache_admit, cache_begin,
                           cache_score, cache_seen, cache_touch)
 from bmoe.streamer._dropping cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe.llama._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
-from bmoe.streamer._reads cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64, bm_now_ns,
-                          bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low, pool_submit,
-                          pool_submit_low, pool_wait_idle, pool_wait_progress)
+from bmoe.streamer._reads cimport (PAGE, Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64,
+                                   bm_now_ns, bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low,
+                                   pool_submit, pool_submit_low, pool_wait_idle, pool_wait_progress, read_init)
 from bmoe.streamer._router cimport Router, router_scratch, router_top, router_walk
 from bmoe.streamer._route_log cimport LOG_CLEAR, LOG_FORGET, log_event, log_free, log_outcome, log_plan, log_take
 
-DEF PAGE = 4096
 DEF BATCH = 32
 # Weight rows of one unit of work: about 10 us of dot products, small against a layer, large against an atomic.
 DEF CHUNK_ROWS = 64

@@ -30,8 +30,8 @@ cdef void _issue(Moe *m) noexcept nogil:
     cdef Read reads[BATCH]
     cdef int n = 0, x, place, r, at
     cdef Part *p
-    cdef int64_t start, first
     cdef char *dst
+    cdef int *pending
     bm_spin_lock(&m.issue_lock)
     while m.issue_order < m.plan_segment.n:
         if m.issue_at == m.n_miss:
@@ -43,7 +43,7 @@ cdef void _issue(Moe *m) noexcept nogil:
         place = m.x_place[x]
         if place >= 0:
             dst = <char *>(_place_address(m, p.layer, place) + p.area)
-            reads[n].pending = &m.slot_pending[place * MAX_PARTS + p.slice_]
+            pending = &m.slot_pending[place * MAX_PARTS + p.slice_]
         else:
             if m.n_ring_free == 0:
                 break
@@ -51,15 +51,9 @@ cdef void _issue(Moe *m) noexcept nogil:
             r = m.ring_free[m.n_ring_free]
             bm_store(&m.ring_pending[r], 1)
             dst = <char *>(m.ring_base + r * m.ring_stride)
-            reads[n].pending = &m.ring_pending[r]
+            pending = &m.ring_pending[r]
             bm_store(&m.x_ring[p.order * m.max_expert + x], r)
-        start = p.offset + m.x_expert[x] * p.nbytes
-        first = start & ~<int64_t>(PAGE - 1)
-        reads[n].file = p.file
-        reads[n].offset = first
-        reads[n].need = start - first + p.nbytes
-        reads[n].length = (reads[n].need + PAGE - 1) & ~<int64_t>(PAGE - 1)
-        reads[n].dst = dst
+        read_init(&reads[n], p.file, p.offset + m.x_expert[x] * p.nbytes, p.nbytes, dst, pending)
         m.bytes += p.nbytes
         m.reads += 1
         # An expert wanted by several positions is charged to the earliest, whose row comes first.

@@ -47,7 +47,7 @@ cdef void _prefetch_settle(Moe *m, Spare *s) noexcept nogil:
     cdef int64_t back = 0
     cdef Part *p
     for o in range(m.layers[s.layer].n_parts):
-        n = pool_cancel_low(m.pool, &m.slot_pending[s.place * MAX_PARTS + o])
+        n = pool_cancel_low(m.pool, s.place * MAX_PARTS + o)
         if n:
             p = &m.parts[m.layers[s.layer].first_part + o]
             back += p.nbytes
@@ -95,7 +95,7 @@ cdef void _prefetch_claim(Moe *m, int spare) noexcept nogil:
         if s.reread:
             m.prefetch_used_rereads += s.bytes
         for o in range(m.layers[s.layer].n_parts):
-            pool_promote_low(m.pool, &m.slot_pending[s.place * MAX_PARTS + o])
+            pool_promote_low(m.pool, s.place * MAX_PARTS + o)
     m.prefetch_hits += 1
 
 
@@ -111,11 +111,10 @@ cdef void _read_ahead(Moe *m, int layer, const int *experts, int n) noexcept nog
     # Reads those of `experts` that are neither resident nor on their way.
     cdef Read reads[MAX_PARTS * MAX_GUESSES]
     cdef int chosen[MAX_GUESSES]
-    cdef int i, k, o, got, n_chosen = 0, n_reads = 0
+    cdef int i, k, o, id, got, n_chosen = 0, n_reads = 0
     cdef Layer *l = &m.layers[layer]
     cdef Spare *s
     cdef Part *p
-    cdef int64_t start, first
     for i in range(n):
         if cache_find(m.cache, layer, experts[i]) >= 0 or _spare_find(m, layer, experts[i]) >= 0:
             continue
@@ -137,15 +136,11 @@ cdef void _read_ahead(Moe *m, int layer, const int *experts, int n) noexcept nog
         p = &m.parts[l.first_part + o]
         for i in range(n_chosen):
             s = &m.spares[chosen[i]]
-            start = p.offset + s.expert * p.nbytes
-            first = start & ~<int64_t>(PAGE - 1)
-            reads[n_reads].file = p.file
-            reads[n_reads].offset = first
-            reads[n_reads].need = start - first + p.nbytes
-            reads[n_reads].length = (reads[n_reads].need + PAGE - 1) & ~<int64_t>(PAGE - 1)
-            reads[n_reads].dst = <char *>(_place_address(m, layer, s.place) + p.area)
-            reads[n_reads].pending = &m.slot_pending[s.place * MAX_PARTS + p.slice_]
-            bm_store(reads[n_reads].pending, 1)
+            id = s.place * MAX_PARTS + p.slice_
+            read_init(&reads[n_reads], p.file, p.offset + s.expert * p.nbytes, p.nbytes,
+                      <char *>(_place_address(m, layer, s.place) + p.area), &m.slot_pending[id])
+            reads[n_reads].id = id
+            bm_store(&m.slot_pending[id], 1)
             n_reads += 1
     if n_reads == 0:
         return
