@@ -45,7 +45,7 @@ cdef void _push_front(Cache *c, Class *k, int s) noexcept nogil:
     k.head = s
 
 
-include "cache_admission.pxi"
+include "cache_votes.pxi"
 
 
 # ---- what the plan of a layer calls -----------------------------------------------------------------
