@@ -17,8 +17,8 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bmoe.streamer._cache cimport (Cache, ExpertCache, cache_admit, cache_begin, cache_find, cache_forget, cache_note,
-                          cache_score, cache_seen, cache_touch)
+from bmoe.streamer._cache cimport (Cache, ExpertCache, cache_begin, cache_find, cache_forget, cache_note, cache_place,
+                                   cache_score, cache_seen)
 from bmoe.streamer._dropping cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe.llama._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
 from bmoe.streamer._reads cimport (PAGE, Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64,
@@ -220,7 +220,8 @@ cdef class Streamer:
         cdef Moe *m = &self.m
         if not m.running:
             return (0,) * 12
-        return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
+        return (m.n_plans, m.routed, m.cache.counts.hits, m.cache.counts.misses, m.cache.counts.evictions,
+                m.cache.counts.rereads, m.streamed,
                 m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
 
     def begin_graph(self, bint drafting=False):

@@ -1,4 +1,4 @@
-# The graph hook: turns expert matmuls into custom ops and notes where they stand. Included by moe.pyx.
+# The graph hook: turns expert matmuls into custom ops and notes where they stand. Included by _streamer.pyx.
 
 cdef Part *_find_part(Moe *m, bm_tensor *w) noexcept nogil:
     cdef int i

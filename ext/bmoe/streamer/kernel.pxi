@@ -1,4 +1,4 @@
-# The kernel: a matmul of experts in slots, each computed as soon as it is there. Included by moe.pyx.
+# The kernel: a matmul of experts in slots, each computed as soon as it is there. Included by _streamer.pyx.
 
 cdef void _quantize(Moe *m, bm_tensor *a, int vdt, int ith, int nth) noexcept nogil:
     # Each thread takes its share of the blocks of every row; blocks are independent, so the bits do not

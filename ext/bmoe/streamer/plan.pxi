@@ -1,4 +1,4 @@
-# The plan of a layer: which routed experts are there, where the others go, and the reads. Included by moe.pyx.
+# The plan of a layer: which routed experts are there, where the others go, and the reads. Included by _streamer.pyx.
 
 cdef inline int64_t _place_address(Moe *m, int layer, int place) noexcept nogil:
     cdef Layer *l = &m.layers[layer]
@@ -102,116 +102,100 @@ cdef inline int32_t _wanted(Moe *m, bm_tensor *ids, int64_t i, int64_t token) no
     return _id(ids, i, token)
 
 
-cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
-    cdef bm_tensor *ids = dst.src[2]
-    cdef Layer *l = &m.layers[p.layer]
-    cdef Cache *c = m.cache
-    cdef int64_t n_used = ids.ne[0], n_tok = ids.ne[1], tok, i
-    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, r, ahead
-    cdef bint wide
-    cdef Part *q
-    cdef int64_t t0 = bm_now_ns(), misses_before = c.misses
-    if ((not m.n_spares and bm_load(&m.pool.in_flight) > 0)
-            or (m.plan_segment != NULL and m.issue_order < m.plan_segment.n)):
-        _settle(m)
-    m.epoch += 1
-    m.plan_layer = p.layer
-    m.plan_segment = p.segment
-    bm_spin_lock(&m.index_lock)
-    if m.log.on:
-        log_plan(&m.log, p.layer, ids, p.segment.weights)
-    if m.drop.threshold > 0 and not drop_plan(&m.drop, c, p.layer, ids, p.segment.weights, m.x_of):
-        bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
-    memset(m.count, 0, sizeof(int) * l.n_expert)
-    cache_begin(c, p.layer, <int>n_tok)
-    for tok in range(n_tok):
-        for i in range(n_used):
-            # Votes are for what the router asked for, dropped or not.
-            cache_note(c, p.layer, <int>n_tok, <int>tok, _id(ids, i, tok))
-            e = _wanted(m, ids, i, tok)
-            if e >= 0:
-                m.count[e] += 1
-    cache_score(c, p.layer)
-    # Experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
-    for e in range(l.n_expert):
+cdef inline void _note_votes(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
+    # What the router asked for, dropped or not.
+    cdef int64_t tok, i
+    cache_begin(m.cache, layer, <int>ids.ne[1])
+    for tok in range(ids.ne[1]):
+        for i in range(ids.ne[0]):
+            cache_note(m.cache, layer, <int>ids.ne[1], <int>tok, _id(ids, i, tok))
+    cache_score(m.cache, layer)
+
+
+cdef inline void _select_experts(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
+    # Distinct experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
+    cdef int64_t tok, i
+    cdef int e, n = 0
+    memset(m.count, 0, sizeof(int) * m.layers[layer].n_expert)
+    for e in range(m.layers[layer].n_expert):
         m.x_of[e] = -1
-    for tok in range(n_tok - 1, -1, -1):
-        for i in range(n_used):
+    for tok in range(ids.ne[1] - 1, -1, -1):
+        for i in range(ids.ne[0]):
             e = _wanted(m, ids, i, tok)
-            if e >= 0 and m.x_of[e] < 0:
-                m.x_of[e] = n_x
-                m.x_expert[n_x] = e
-                n_x += 1
-    m.n_x = n_x
-    wide = n_tok > 1 and n_x > l.quota
-    n_keep = l.quota if wide else n_x
-    # Resident experts are pinned before any slot is given away.
-    for x in range(n_x):
-        s = cache_find(c, p.layer, m.x_expert[x])
-        m.x_slot[x] = s
+            if e < 0:
+                continue
+            m.count[e] += 1
+            if m.x_of[e] < 0:
+                m.x_of[e] = n
+                m.x_expert[n] = e
+                n += 1
+    m.n_x = n
+
+
+cdef inline void _place_experts(Moe *m, int layer, int n_tok) noexcept nogil:
+    # Slots: of a batch that routes more than its quota, only the first experts are offered one.
+    cdef int quota = m.layers[layer].quota
+    cdef bint wide = n_tok > 1 and m.n_x > quota
+    cdef int x, s
+    cache_place(m.cache, layer, m.x_expert, m.n_x, quota if wide else m.n_x, m.epoch, m.x_slot, m.x_fate, m.x_reread)
+    for x in range(m.n_x):
+        s = m.x_slot[x]
         m.x_place[x] = m.place[s] if s >= 0 else -1
         if s >= 0:
-            c.slots[s].pin = m.epoch
-            c.hits += 1
-    if m.log.on:
-        for x in range(n_x):
-            m.x_fate[x] = 1 if m.x_slot[x] >= 0 else 0
-            if m.n_spares and not m.x_fate[x] and _spare_find(m, p.layer, m.x_expert[x]) >= 0:
-                m.x_fate[x] = 2
-        log_outcome(&m.log, m.x_of, m.x_fate, m.drop.gone if m.drop.n_gone else NULL)
-    # Where slots are short, the latest used are the first to be offered one.
+            if m.x_fate[x]:
+                m.fresh_used += m.slot_fresh[s]
+            m.slot_fresh[s] = 0
+
+
+cdef inline void _log_outcome(Moe *m, int layer) noexcept nogil:
+    cdef int x
+    for x in range(m.n_x):
+        if m.n_spares and not m.x_fate[x] and _spare_find(m, layer, m.x_expert[x]) >= 0:
+            m.x_fate[x] = 2
+    log_outcome(&m.log, m.x_of, m.x_fate, m.drop.gone if m.drop.n_gone else NULL)
+
+
+cdef inline void _find_misses(Moe *m, Segment *g, int layer) noexcept nogil:
+    # What has to be read: misses that no guess has read, or is reading, ahead.
+    cdef int x, s, o, ahead
     m.n_miss = 0
-    for x in range(n_x):
-        e = m.x_expert[x]
-        s = m.x_slot[x]
-        if s >= 0:
-            m.fresh_used += m.slot_fresh[s]
-            m.slot_fresh[s] = 0
+    for x in range(m.n_x):
+        if m.x_fate[x] == 1:
             continue
-        c.misses += 1
-        ahead = _spare_find(m, p.layer, e) if m.n_spares else -1
-        m.x_reread[x] = cache_seen(c, p.layer, e)
+        s = m.x_slot[x]
+        ahead = _spare_find(m, layer, m.x_expert[x]) if m.n_spares else -1
         if ahead < 0 or m.spares[ahead].open:
-            c.rereads += m.x_reread[x]
-        s = cache_admit(c, p.layer, e, m.epoch) if x < n_keep else -1
-        m.x_slot[x] = s
-        if s >= 0:
-            m.slot_fresh[s] = 0
+            m.cache.counts.rereads += m.x_reread[x]
         if ahead >= 0:
-            # On its way or there already, read as a guess.
             _prefetch_claim(m, ahead)
             m.x_place[x] = m.spares[ahead].place
             if s >= 0:
                 _prefetch_swap(m, ahead, s)
             continue
         if s >= 0:
-            m.x_place[x] = m.place[s]
-            for o in range(p.segment.n):
-                bm_store(&m.slot_pending[m.place[s] * MAX_PARTS + m.parts[p.segment.part[o]].slice_], 1)
+            for o in range(g.n):
+                bm_store(&m.slot_pending[m.x_place[x] * MAX_PARTS + m.parts[g.part[o]].slice_], 1)
         else:
             m.streamed += 1
         m.miss[m.n_miss] = x
         m.n_miss += 1
     if m.n_spares:
-        _prefetch_leftovers(m, p.layer)
-    if m.prefetch or m.predict_log:
-        _note_routes(m, p.layer, ids, <int>(c.misses - misses_before))
-    # Recency is that of use, whether an expert was read or not.
-    for x in range(n_keep - 1, -1, -1):
-        if m.x_slot[x] >= 0:
-            cache_touch(c, m.x_slot[x])
-    bm_spin_unlock(&m.index_lock)
+        _prefetch_leftovers(m, layer)
+
+
+cdef inline void _sort_rows(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
     # Rows by expert, then those that fell.
-    at = 0
-    for x in range(n_x):
+    cdef int64_t tok, i
+    cdef int x, e, r, at = 0
+    for x in range(m.n_x):
         m.x_start[x] = at
         m.fill_at[x] = at
         at += m.count[m.x_expert[x]]
         if m.uses != NULL:
-            m.uses[c.base[p.layer] + m.x_expert[x]] += m.count[m.x_expert[x]]
-    m.x_start[n_x] = at
-    for tok in range(n_tok):
-        for i in range(n_used):
+            m.uses[m.cache.base[layer] + m.x_expert[x]] += m.count[m.x_expert[x]]
+    m.x_start[m.n_x] = at
+    for tok in range(ids.ne[1]):
+        for i in range(ids.ne[0]):
             e = _wanted(m, ids, i, tok)
             if e >= 0:
                 x = m.x_of[e]
@@ -222,18 +206,53 @@ cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
                 at += 1
             m.rows[2 * r] = <int32_t>i
             m.rows[2 * r + 1] = <int32_t>tok
-    for o in range(p.segment.n):
-        q = &m.parts[p.segment.part[o]]
-        for x in range(n_x):
-            nc = TILED_CHUNK_ROWS if m.x_start[x + 1] - m.x_start[x] >= 8 else CHUNK_ROWS
-            nc = <int>((q.tensor.ne[1] + nc - 1) // nc)
-            m.n_chunks[o * m.max_expert + x] = nc
-            m.left_chunks[o * m.max_expert + x] = nc
-            m.next_chunk[o * m.max_expert + x] = 0
-            m.x_ring[o * m.max_expert + x] = -1
+
+
+cdef inline void _cut_chunks(Moe *m, Segment *g) noexcept nogil:
+    # Units of work of each matmul and expert, for whichever thread takes them.
+    cdef int o, x, at
+    cdef int64_t height, n_rows
+    for o in range(g.n):
+        n_rows = m.parts[g.part[o]].tensor.ne[1]
+        for x in range(m.n_x):
+            height = TILED_CHUNK_ROWS if m.x_start[x + 1] - m.x_start[x] >= 8 else CHUNK_ROWS
+            at = o * m.max_expert + x
+            m.n_chunks[at] = <int>((n_rows + height - 1) // height)
+            m.left_chunks[at] = m.n_chunks[at]
+            m.next_chunk[at] = 0
+            m.x_ring[at] = -1
+
+
+cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
+    # Run by thread 0 at the first matmul of a layer: who computes what from where, and the reads for it.
+    cdef bm_tensor *ids = dst.src[2]
+    cdef int n_tok = <int>ids.ne[1]
+    cdef int64_t t0 = bm_now_ns(), misses_before = m.cache.counts.misses
+    if ((not m.n_spares and bm_load(&m.pool.in_flight) > 0)
+            or (m.plan_segment != NULL and m.issue_order < m.plan_segment.n)):
+        _settle(m)
+    m.epoch += 1
+    m.plan_layer = p.layer
+    m.plan_segment = p.segment
+    bm_spin_lock(&m.index_lock)
+    if m.log.on:
+        log_plan(&m.log, p.layer, ids, p.segment.weights)
+    if m.drop.threshold > 0 and not drop_plan(&m.drop, m.cache, p.layer, ids, p.segment.weights, m.x_of):
+        bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
+    _note_votes(m, p.layer, ids)
+    _select_experts(m, p.layer, ids)
+    _place_experts(m, p.layer, n_tok)
+    if m.log.on:
+        _log_outcome(m, p.layer)
+    _find_misses(m, p.segment, p.layer)
+    if m.prefetch or m.predict_log:
+        _note_routes(m, p.layer, ids, <int>(m.cache.counts.misses - misses_before))
+    bm_spin_unlock(&m.index_lock)
+    _sort_rows(m, p.layer, ids)
+    _cut_chunks(m, p.segment)
     m.issue_order = 0
     m.issue_at = 0
-    m.routed += n_used * n_tok
+    m.routed += ids.ne[0] * ids.ne[1]
     m.n_plans += 1
     m.plan_ns += bm_now_ns() - t0
     _issue(m)

@@ -1,4 +1,4 @@
-# Reading ahead: what the next layer will route, guessed while this one computes. Included by moe.pyx.
+# Reading ahead: what the next layer will route, guessed while this one computes. Included by _streamer.pyx.
 #
 # A guess is read into a spare: a slot that the cache's index does not know. Routed after all, it changes places with
 # the slot that the cache gives the expert, so nothing is copied and a wrong guess evicts nothing. Reads ahead come
