@@ -30,6 +30,7 @@ cdef int drop_positions(char *weights, int64_t weight_stride, const char *ids, i
                         const int *slot_of, int *wanted, double threshold, unsigned char *gone,
                         double *mass) noexcept nogil
 cdef bint drop_reserve(Drop *d, int n_rows) noexcept nogil
+cdef void drop_free(Drop *d) noexcept nogil
 # A node of the walk that is no expert matmul, and one that is.
 cdef void drop_walk(Drop *d, bm_tensor *t) noexcept nogil
 cdef void drop_matmul(Drop *d, bm_tensor *t, bm_tensor **found, bint first) noexcept nogil

@@ -69,6 +69,12 @@ cdef bint drop_reserve(Drop *d, int n_rows) noexcept nogil:
     return d.size >= n_rows
 
 
+cdef void drop_free(Drop *d) noexcept nogil:
+    free(d.gone)
+    d.gone = NULL
+    d.size = 0
+
+
 # ---- the walk -----------------------------------------------------------------------------------
 
 cdef bint _from_router(bm_tensor *w) noexcept nogil:

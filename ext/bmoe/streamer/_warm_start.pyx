@@ -60,7 +60,7 @@ cdef int _load(Moe *m, Pool *pool, int layer, int expert, int64_t *nbytes) noexc
     nbytes[0] = total
     bm_spin_lock(&m.index_lock)
     entered = cache_fill(m.cache, layer, expert, slot)
-    m.slot_fresh[slot] = entered
+    m.slots.fresh[slot] = entered
     log_event(&m.log, LOG_WARM, layer, expert)
     bm_spin_unlock(&m.index_lock)
     return LOADED if entered else RESIDENT
@@ -106,6 +106,6 @@ cdef class Loader:
 
     def used(self):
         """How many of the experts that were loaded have been used since."""
-        return self.streamer.m.fresh_used
+        return self.streamer.m.slots.fresh_used
 
 
