@@ -428,15 +428,7 @@ class Engine:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        streamer = self.streamer
-        values: list[Any] = [
-            *streamer.counters(),
-            *self.lanes.counters().values(),
-            *streamer.drop_counters(),
-            *streamer.prefetch_counters()[:4],
-            *streamer.spent(),
-        ]
-        return StreamCounters._make(values)
+        return StreamCounters(**self.streamer.counters(), **self.lanes.counters())
 
     @property
     def budget_bytes(self) -> int:

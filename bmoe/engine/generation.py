@@ -6,7 +6,6 @@ import codecs
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from operator import sub
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -77,7 +76,7 @@ class Generation:
         self._engine = engine
         self._chain: llama.SamplerChain | None = None
         self._width = 0
-        self._ahead = engine.streamer.prefetch_counters()[4:]
+        self._ahead = engine.streamer.read_ahead_bytes()
         self._records = records
         self._clock = Clock()
         self._graph_ns = 0
@@ -304,11 +303,11 @@ class Generation:
 
     def _charge_ahead(self) -> None:
         """Charges what was read ahead since the last call."""
-        split, now = self.result.flash_split, self._engine.streamer.prefetch_counters()[4:]
-        used, used_again, wasted, wasted_again = map(sub, now, self._ahead)
+        split, now, before = self.result.flash_split, self._engine.streamer.read_ahead_bytes(), self._ahead
         self._ahead = now
-        split.charge("prefetch_used", used, used_again)
-        split.charge("prefetch_wasted", wasted, wasted_again)
+        for what in ("used", "wasted"):
+            again = f"{what}_rereads"
+            split.charge(f"prefetch_{what}", now[what] - before[what], now[again] - before[again])
 
     def _keep_prefix(self, ids: list[int]) -> int:
         """Drops what the sequence does not share with `ids`; how many tokens stay."""

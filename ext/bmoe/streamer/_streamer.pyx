@@ -18,8 +18,8 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bmoe.streamer._alloc cimport zeroed
-from bmoe.streamer._cache cimport (Cache, ExpertCache, cache_begin, cache_find, cache_forget, cache_note, cache_place,
-                                   cache_score, cache_seen)
+from bmoe.streamer._cache cimport (Cache, CacheCounts, ExpertCache, cache_begin, cache_find, cache_forget,
+                                   cache_note, cache_place, cache_score, cache_seen)
 from bmoe.streamer._dropping cimport drop_free, drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe.llama._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
 from bmoe.streamer._reads cimport (PAGE, Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64,
@@ -188,26 +188,23 @@ cdef class Streamer:
             bm_spin_unlock(&m.index_lock)
 
     def counters(self):
-        """Running totals as a tuple: plans, routed, hits, misses, evictions, rereads, streamed, reads, bytes,
-        plan_ns, stall_ns (over all compute threads), moe_ns. Bytes are of slices, alignment excluded."""
+        """Running totals, by their names in `StreamCounters`. Bytes are of slices, alignment excluded."""
         cdef Moe *m = &self.m
-        if not m.running:
-            return (0,) * 12
-        return (m.counts.plans, m.counts.routed, m.cache.counts.hits, m.cache.counts.misses, m.cache.counts.evictions,
-                m.cache.counts.rereads, m.counts.streamed,
-                m.counts.reads, m.counts.bytes, m.counts.plan_ns, bm_load64(&m.counts.stall_ns), m.counts.moe_ns)
+        cdef StreamCounts counts = m.counts
+        cdef CacheCounts cache
+        memset(&cache, 0, sizeof(cache))
+        if m.cache != NULL:
+            cache = m.cache.counts
+        counts.stall_ns = bm_load64(&m.counts.stall_ns)
+        return {**counts, **cache, **m.drop.counts, **m.ahead.counts, **m.time.target,
+                "draft_compute_ns": m.time.draft.compute_ns, "draft_wait_ns": m.time.draft.wait_ns,
+                "draft_manage_ns": m.time.draft.manage_ns, "draft_build_ns": m.time.draft.build_ns}
 
     def begin_graph(self, bint drafting=False):
-        """A graph follows; `drafting`: of the draft source. What is counted by graph, `spent`, needs to be told."""
+        """A graph follows; `drafting`: of the draft source. Thread 0's time in graphs is counted for each apart."""
         self.m.time.graph = &self.m.time.draft if drafting else &self.m.time.target
         self.m.time.mark = 0
         self.m.time.begun_ns = bm_now_ns()
-
-    def spent(self):
-        """Running totals of thread 0's time in graphs, ns: computing (waiting for other compute threads included),
-        waiting for reads, managing the cache, building (from `begin_graph` until the first node is computed); of the
-        target's graphs, then of the draft source's."""
-        return (*self.m.time.target.values(), *self.m.time.draft.values())
 
     def count_uses(self):
         """Counts the routed rows of each expert from now on; see `uses`."""
@@ -249,11 +246,6 @@ cdef class Streamer:
         layer, self.m.drop.fault = self.m.drop.fault - 1, 0
         return layer if layer >= 0 else None
 
-    def drop_counters(self):
-        """Running totals as a tuple: (layer, position) pairs that were decided, routed experts of these, dropped
-        ones, and the sum over the pairs of the share of the weights that fell."""
-        return (self.m.drop.positions, self.m.drop.routed, self.m.drop.dropped, self.m.drop.mass)
-
     def read_ahead(self, str how="off", bint log=False):
         """What is read before its layer is routed: "next-layer" (what the layer's router makes of the input of the
         router before it) or "off". `log`: guesses are scored, whether they are acted on or not."""
@@ -267,12 +259,9 @@ cdef class Streamer:
         return [i for i in range(self.m.n_layers)
                 if routers[i].state < 0 or (routers[i].state > 0 and not routers[i].alive)]
 
-    def prefetch_counters(self):
-        """Running totals as a tuple: experts read ahead, routed experts found among them, guesses taken back before
-        they were read whole, ns spent guessing; then bytes that were used and of these re-reads, bytes that were
-        not, and of these re-reads."""
-        cdef Moe *m = &self.m
-        return (*m.ahead.counts.values(), *m.ahead.bytes.values())
+    def read_ahead_bytes(self):
+        """Running totals of the bytes read ahead: `used` and `wasted`, and of these `used_rereads`, `wasted_rereads`."""
+        return self.m.ahead.bytes
 
     def scores(self):
         """Of the routed experts of decoded tokens, how many were guessed: per layer `{guess: (right, all)}`, for
