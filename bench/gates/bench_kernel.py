@@ -41,7 +41,7 @@ def test_against_ggml(quant: str, n_tok: int, compare: Compare, tmp_path: Path) 
         n_slots=LAYERS * EXPERTS,
     ) as graph:
         graph.fill()
-        reads = graph.streamer.counters()[7]
+        reads = graph.streamer.counters()["reads"]
         graph.resident(batches[0])
         graph.streamed(batches[0])
         for ours, theirs in zip(*graph.outputs(), strict=True):
@@ -51,7 +51,7 @@ def test_against_ggml(quant: str, n_tok: int, compare: Compare, tmp_path: Path) 
             lambda: sum(map(graph.streamed, batches)),
             lambda: sum(map(graph.resident, batches)),
         )
-        assert graph.streamer.counters()[7] == reads
+        assert graph.streamer.counters()["reads"] == reads
 
 
 @pytest.mark.exact
@@ -83,19 +83,13 @@ def test_what_is_read(n_tok: int, overlap: bool, exact: Exact, planted: frozense
                 graph.lanes.read_windows([(0, 0, 4096, 4096, graph.memory.address)])
             graph.streamed(experts)
             per_position += np.array(graph.streamer.take_positions(n_tok)[0])
-        plans, routed, hits, misses, evictions, rereads, streamed, reads, nbytes = graph.streamer.counters()[:9]
+        c = graph.streamer.counters()
         raw, lost = graph.lanes.take_reads()
         rows = np.frombuffer(raw, np.dtype(IO_ROW))
     counts = {
-        "plans": plans,
-        "routed": routed,
-        "hits": hits,
-        "misses": misses,
-        "evictions": evictions,
-        "rereads": rereads,
-        "streamed": streamed,
-        "reads queued": reads,
-        "bytes queued": nbytes,
+        **{name: c[name] for name in ("plans", "routed", "hits", "misses", "evictions", "rereads", "streamed")},
+        "reads queued": c["reads"],
+        "bytes queued": c["bytes"],
         "bytes by position, weighed": int((per_position * np.arange(1, n_tok + 1)).sum()),
         "reads of lanes": len(rows) + lost,
         "bytes wanted of lanes": int(rows["need"].sum()),

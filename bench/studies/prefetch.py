@@ -78,7 +78,7 @@ def show(rows: list[dict[str, Any]]) -> None:
               f"{max(speed):.2f}) | {m('stall_ms'):.1f} | {statistics.median(stall):.2f} ({min(stall):.2f}-"
               f"{max(stall):.2f}) | {m('misses'):.1f} | {m('found'):.1f} | {m('mib'):.1f} ({m('used_mib'):.1f}, "
               f"{m('wasted_mib'):.1f}) | {m('guess_ms'):.2f} |")  # fmt: skip
-    for i, kind in enumerate(("control", "next-layer", "previous-token")):
+    for i, kind in enumerate(("control", "next-layer")):
         right, every = (sum(r["right"][i][k] for r in rows if r["right"]) for k in (0, 1))
         if every:
             print(f"{kind}: {100 * right / every:.1f} % of {every} routed experts named")
@@ -89,7 +89,7 @@ def main() -> int:
     p.add_argument("model")
     p.add_argument("--cap-mib", type=int, help="memory limit, MiB")
     p.add_argument("--budgets", type=lambda s: [int(n) for n in s.split(",")], default=[1500])
-    p.add_argument("--cells", type=lambda s: s.split(","), default=["off", "next-layer", "previous-token"])
+    p.add_argument("--cells", type=lambda s: s.split(","), default=["off", "next-layer"])
     p.add_argument("--tokens", type=int, default=96)
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--lanes", type=int, default=4)

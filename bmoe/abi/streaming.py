@@ -243,11 +243,11 @@ def weights(files: Files) -> str:
     for path in (files.demo, files.tiny):
         with _open(path, cache_mb="auto", drop_cold_experts=1.0) as engine:
             list(engine.generate(some_tokens(4), max_tokens=6, stop_at_end=False))
-            positions, _, dropped, mass = engine.streamer.drop_counters()
-            expect(f"{path.name}: layers and positions decided", positions, 5 * len(engine.layers))
+            c = engine.counters()
+            expect(f"{path.name}: layers and positions decided", c.drop_positions, 5 * len(engine.layers))
             expect(
                 f"{path.name}: the weight that fell is a share",
-                0 <= mass <= positions and (dropped > 0) == (mass > 0),
+                0 <= c.drop_mass <= c.drop_positions and (c.dropped > 0) == (c.drop_mass > 0),
                 True,
             )
     return "found in every layer"

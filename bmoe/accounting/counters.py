@@ -68,7 +68,7 @@ class StreamCounters(NamedTuple):
 
     @property
     def spent(self) -> Spent:
-        """Thread 0's time in graphs, as `Streamer.spent` has it."""
+        """Thread 0's time in graphs, as `TimeSplit.of` takes it."""
         return (
             self.compute_ns, self.wait_ns, self.manage_ns, self.build_ns,
             self.draft_compute_ns, self.draft_wait_ns, self.draft_manage_ns, self.draft_build_ns,

@@ -40,7 +40,7 @@ class Clock:
 Accounts = tuple[int, ...]
 """Nanoseconds by account, as `Clock.read`."""
 Spent = tuple[int, int, int, int, int, int, int, int]
-"""`Streamer.spent()`: of the target's graphs compute, wait, manage, build; then of the draft source's."""
+"""`StreamCounters.spent`: of the target's graphs compute, wait, manage, build; then of the draft source's."""
 
 
 class TimeSplit(NamedTuple):
@@ -67,7 +67,7 @@ class TimeSplit(NamedTuple):
 
     @classmethod
     def of(cls, clock: Accounts, spent: Spent) -> TimeSplit:
-        """From `Clock.read()` and `Streamer.spent()`, or differences of them."""
+        """From `Clock.read()` and `StreamCounters.spent`, or differences of them."""
         loop, graph, draft, output = clock
         compute, stall, manage, build, _, draft_stall, _, _ = spent
         return cls(

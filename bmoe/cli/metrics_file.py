@@ -133,7 +133,7 @@ def warm_start(engine: Engine) -> dict[str, Any] | None:
         "used": loader.used(),
         "bytes_read": loader.bytes + loader.bytes_unused,
         "bytes_too_late": loader.bytes_unused,
-        "disk_bytes": engine.preload.lanes.counters()[0],
+        "disk_bytes": engine.preload.lanes.counters()["disk_bytes"],
         "done": engine.preload.done,
     }
 

@@ -18,7 +18,7 @@ class TurnAccount:
         self.split = split
         self._streamer = streamer
         self._width = 0  # positions of the batch that is not charged yet
-        self._ahead = streamer.prefetch_counters()[4:]
+        self._ahead = streamer.read_ahead_bytes()
         self._graph_ns = 0
 
     def open_batch(self, width: int) -> None:
@@ -50,7 +50,7 @@ class TurnAccount:
 
     def _charge_ahead(self) -> None:
         """Charges what was read ahead since the last call."""
-        before, self._ahead = self._ahead, self._streamer.prefetch_counters()[4:]
-        used, used_again, wasted, wasted_again = (now - old for now, old in zip(self._ahead, before, strict=True))
-        self.split.charge("prefetch_used", used, used_again)
-        self.split.charge("prefetch_wasted", wasted, wasted_again)
+        before, self._ahead = self._ahead, self._streamer.read_ahead_bytes()
+        for what in ("used", "wasted"):
+            again = f"{what}_rereads"
+            self.split.charge(f"prefetch_{what}", self._ahead[what] - before[what], self._ahead[again] - before[again])

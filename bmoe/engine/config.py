@@ -15,8 +15,8 @@ from ..experts.weights import DENSE_MODES, DenseMode
 from ..host.files import check_outputs
 from ..speculation import DraftSpec
 
-Prefetch = Literal["off", "next-layer", "previous-token"]
-PREFETCHES: tuple[Prefetch, ...] = ("off", "next-layer", "previous-token")
+Prefetch = Literal["off", "next-layer"]
+PREFETCHES: tuple[Prefetch, ...] = ("off", "next-layer")
 MAX_LANES = 16
 MAX_THREADS = 512  # ggml's own limit
 MAX_CONTEXT = 1 << 24

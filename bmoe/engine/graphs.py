@@ -150,11 +150,4 @@ class GraphRunner:
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""
-        streamer = self.streamer
-        return StreamCounters(
-            *streamer.counters(),
-            *self.lanes.counters(),
-            *streamer.drop_counters(),
-            *streamer.prefetch_counters()[:4],
-            *streamer.spent(),
-        )
+        return StreamCounters(**self.streamer.counters(), **self.lanes.counters())

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..gguf.file import PAGE, Tensor
+from ..gguf.file import Tensor
 from ..host import _memory
 from ..llama import Model
 from ..streamer import _reads
+from ..streamer._reads import ALIGNMENT as PAGE
 
 DenseMode = Literal["mmap", "warm", "lock", "anon"]
 DENSE_MODES: tuple[DenseMode, ...] = ("mmap", "warm", "lock", "anon")
@@ -112,9 +113,8 @@ class Weights:
             for t in run.tensors:
                 model.place(t.name, address + t.offset - run.start)
             for at in range(run.start, run.end, _READ):
-                need = min(_READ, run.end - at)
-                length = -(-need // PAGE) * PAGE
-                windows.append((run.file, at, length, need, address + at - run.start))
+                nbytes = min(_READ, run.end - at)
+                windows.append(_reads.window(run.file, at, nbytes, address + at - run.start))
             address += run.nbytes
         step = 32
         for i in range(0, len(windows), step):

@@ -18,10 +18,11 @@ from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..errors import MemoryBudgetError
 from ..experts.budget import MiB
-from ..gguf.file import PAGE, ExpertLayer, ModelFile
+from ..gguf.file import ExpertLayer, ModelFile
 from ..host import _memory
 from ..speculation import DraftSpec
 from ..streamer import _reads
+from ..streamer._reads import ALIGNMENT as PAGE
 from .hit_model import FEWEST, Routes
 from .speed_model import LEVELS, Sample
 
@@ -102,7 +103,9 @@ def measure_disk(file: ModelFile, layers: Sequence[ExpertLayer], config: EngineC
                 _drop_pages(file, slices[: DISK_BYTES // longest])
             moved, spent = 0, 0.0
             for at in range(0, len(slices), batch):
-                windows = [_window(s, region.address + i * longest) for i, s in enumerate(slices[at : at + batch])]
+                windows = [
+                    _reads.window(*s, region.address + i * longest) for i, s in enumerate(slices[at : at + batch])
+                ]
                 started = time.perf_counter()
                 lanes.read_windows(windows)
                 spent += time.perf_counter() - started
@@ -116,13 +119,6 @@ def measure_disk(file: ModelFile, layers: Sequence[ExpertLayer], config: EngineC
             region.close()
     finally:
         lanes.close()
-
-
-def _window(piece: tuple[int, int, int], address: int) -> tuple[int, int, int, int, int]:
-    file, offset, nbytes = piece
-    start = offset // PAGE * PAGE
-    need = offset + nbytes - start
-    return file, start, -(-need // PAGE) * PAGE, need, address
 
 
 def _drop_pages(file: ModelFile, slices: Sequence[tuple[int, int, int]]) -> None:

@@ -102,7 +102,7 @@ def test_the_hottest_are_read_ahead(
     assert loader.bytes == sum(engine.layers[layer].expert_bytes for layer, _ in expected)
     assert engine.counters().bytes == 0
     first = generate(engine, PROMPT)
-    c, ahead = engine.counters(), engine.preload.lanes.counters()[0]
+    c, ahead = engine.counters(), engine.preload.lanes.counters()["disk_bytes"]
     assert 0 < loader.used() <= loader.experts
     summary = bmoe.cli.metrics_file.warm_start(engine)
     assert summary is not None

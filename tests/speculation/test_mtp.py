@@ -346,14 +346,11 @@ def test_scoring_leaves_the_head_nothing_wrong(tiny_mtp: TinyMtp, open_engine: O
 
 
 @models
-@pytest.mark.parametrize("how", ["next-layer", "previous-token"])
-def test_reading_ahead_and_the_head(
-    arch: str, heads: int, how: str, tiny_mtp: TinyMtp, open_engine: OpenEngine
-) -> None:
+def test_reading_ahead_and_the_head(arch: str, heads: int, tiny_mtp: TinyMtp, open_engine: OpenEngine) -> None:
     """Guesses are for the target's layers; the output is the same, and every byte still has its cause."""
     path = tiny_mtp(arch, heads)
     expected = ids(open_engine(path), PROMPT)
-    engine = open_engine(path, "few", draft=spec(), prefetch=how, overlap=True)
+    engine = open_engine(path, "few", draft=spec(), prefetch="next-layer", overlap=True)
     force(engine, ForcedHead(head_of(engine), len(PROMPT), expected, 3))
     generation = engine.generate(PROMPT, max_tokens=N, stop_at_end=False)
     assert [t.id for t in generation] == expected

@@ -24,7 +24,6 @@ MOE = tuple(arch for arch in ARCHES if arch != "llama")
 LONG, OTHER = prompt_ids(150, seed=1), prompt_ids(20, seed=2)
 STEPS = 24
 SHAPE = {"n_layer": 4, "n_expert": 16}
-HOW = pytest.mark.parametrize("how", ["next-layer", "previous-token"])
 
 
 def read_ahead(counters: Any) -> None:
@@ -34,14 +33,13 @@ def read_ahead(counters: Any) -> None:
 
 @pytest.mark.parametrize("arch", MOE)
 @pytest.mark.parametrize(("lanes", "threads", "cache"), [(1, 1, "few"), (4, 2, "few"), (4, 1, 14)])
-@HOW
 def test_output_does_not_depend_on_it(
-    arch: str, lanes: int, threads: int, cache: Any, how: str, tiny: Tiny, resident: Resident, open_engine: OpenEngine
+    arch: str, lanes: int, threads: int, cache: Any, tiny: Tiny, resident: Resident, open_engine: OpenEngine
 ) -> None:
     path = tiny(arch, "Q8_0", **SHAPE)
     settings = {"threads": threads, "ubatch": 16}
     expected = resident(path, [LONG, OTHER], STEPS, **settings)
-    engine = open_engine(path, cache, overlap=True, io_threads=lanes, prefetch=how, **settings)
+    engine = open_engine(path, cache, overlap=True, io_threads=lanes, prefetch="next-layer", **settings)
     for prompt, run in zip([LONG, OTHER], expected, strict=True):
         got, result = drive(engine, prompt, STEPS)
         assert not differences(got, run)
@@ -161,13 +159,12 @@ def test_with_dropping_what_would_be_dropped_is_not_read(tiny: Tiny, open_engine
     assert 0 < guessed[1] < guessed[0]
 
 
-@HOW
 def test_cancel_in_mid_graph_forgets_what_was_on_its_way(
-    how: str, tiny: Tiny, resident: Resident, open_engine: OpenEngine
+    tiny: Tiny, resident: Resident, open_engine: OpenEngine
 ) -> None:
     path = tiny("qwen3moe", "Q8_0", n_expert=48, n_ff=512, n_layer=4)
     expected = resident(path, [OTHER], 8, threads=1, ubatch=64)
-    engine = open_engine(path, "few", overlap=True, io_threads=2, ubatch=64, prefetch=how)
+    engine = open_engine(path, "few", overlap=True, io_threads=2, ubatch=64, prefetch="next-layer")
     for i in range(25):
         generation = engine.generate(prompt_ids(8, seed=i), max_tokens=40, stop_at_end=False)
         timer = threading.Timer(0.001 * i, engine.cancel)

@@ -17,8 +17,9 @@ from reference import differences, drive, prompt_ids
 
 import bmoe
 from bmoe.errors import ModelError, ReadError
+from bmoe.gguf import file as file_layout
 from bmoe.host import _memory
-from bmoe.streamer._reads import ALIGNMENT, Lanes
+from bmoe.streamer._reads import ALIGNMENT, Lanes, window
 
 PAGE = ALIGNMENT
 # Ends inside a page, as model files do.
@@ -79,9 +80,29 @@ def test_every_window_arrives(n_lanes: int, direct: bool, file: Path, data: byte
     lanes.read_windows(windows)
     for at, content in expected:
         assert memory(region, at, len(content)) == content
-    moved, busy_ns, *_ = lanes.counters()
-    assert sum(w[3] for w in windows) <= moved <= sum(w[2] for w in windows)
-    assert busy_ns > 0
+    counters = lanes.counters()
+    assert sum(w[3] for w in windows) <= counters["disk_bytes"] <= sum(w[2] for w in windows)
+    assert counters["lane_ns"] > 0
+    lanes.close()
+
+
+def test_a_window_around_a_slice(file: Path, data: bytes, region: _memory.Region) -> None:
+    """Wherever a slice begins and ends, whole pages are read, and it lies as far in as in its first page."""
+    assert ALIGNMENT == file_layout.PAGE  # the areas of a slot are made for it
+    rng, at = random.Random(3), 0
+    windows, slices = [], []
+    edges = [(0, 1), (0, PAGE), (1, PAGE), (PAGE - 1, 1), (PAGE - 1, 2), (PAGE, 3 * PAGE), (SIZE - 1, 1)]
+    for offset, nbytes in [*edges, *((rng.randrange(SIZE - 9 * PAGE), rng.randrange(1, 9 * PAGE)) for _ in range(100))]:
+        w = window(0, offset, nbytes, region.address + at)
+        _, start, length, need, _ = w
+        assert start == offset // PAGE * PAGE
+        assert (start + need, length) == (offset + nbytes, -(-need // PAGE) * PAGE)
+        windows.append(w)
+        slices.append((at + offset - start, data[offset : offset + nbytes]))
+        at += length
+    lanes = Lanes([str(file)], 2)
+    lanes.read_windows(windows)
+    assert all(memory(region, where, len(content)) == content for where, content in slices)
     lanes.close()
 
 
@@ -106,7 +127,7 @@ def test_more_windows_than_the_queue_holds(file: Path, data: bytes, region: _mem
     lanes.read_windows([(0, o, PAGE, PAGE, region.address + i * PAGE) for i, o in enumerate(offsets)])
     assert n > 1024
     assert all(memory(region, i * PAGE, PAGE) == data[o : o + PAGE] for i, o in enumerate(offsets))
-    assert lanes.counters()[0] == (700 + n) * PAGE
+    assert lanes.counters()["disk_bytes"] == (700 + n) * PAGE
     lanes.close()
 
 

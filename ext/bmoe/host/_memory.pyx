@@ -33,10 +33,13 @@ cdef extern from "sigbus.h" nogil:
     void bm_unguard(int i)
     int bm_guard_hit(int i)
 
+cdef extern from "page.h" nogil:
+    enum:
+        PAGE "BM_PAGE"
+
 cdef extern from "<malloc.h>" nogil:
     int malloc_trim(size_t pad)
 
-DEF PAGE = 4096
 DEF HUGE = 2 << 20
 DEF POPULATE_READ = 22
 DEF POPULATE_WRITE = 23
@@ -181,7 +184,7 @@ cdef class FileMap:
 
     def warm(self, int64_t offset, int64_t nbytes):
         """Reads the pages of a range into memory now."""
-        cdef uintptr_t start = (self.address + offset) & ~<uintptr_t>4095
+        cdef uintptr_t start = (self.address + offset) & ~<uintptr_t>(PAGE - 1)
         cdef size_t n = self.address + offset + nbytes - start
         with nogil:
             # With MADV_RANDOM left on, the kernel reads page by page (13.5 s instead of 0.85 s to open).

@@ -11,8 +11,10 @@ Cost for a layer's batch: WINDOW weights and WINDOW rows, whatever the number of
 
 from libc.math cimport exp
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 from libc.string cimport memset
+
+from bmoe.streamer._alloc cimport zeroed
 
 cdef extern from *:
     int __builtin_ctzll(unsigned long long) nogil
@@ -25,24 +27,20 @@ DEF RENEW_PART = 4
 
 cdef int votes_init(Votes *v, list n_expert, int n_used) except -1:
     cdef int i, total = 0
-    memset(v, 0, sizeof(Votes))
+    votes_free(v)
     v.n_layers = len(n_expert)
     v.n_used = max(1, n_used)
     v.prompt_left = -1
-    v.base = <int *>calloc(v.n_layers + 1, sizeof(int))
-    v.n_expert = <int *>calloc(v.n_layers + 1, sizeof(int))
-    v.rows = <uint16_t *>calloc(<size_t>v.n_layers * WINDOW * v.n_used + 1, sizeof(uint16_t))
-    v.length = <unsigned char *>calloc(v.n_layers * WINDOW + 1, 1)
-    if v.base == NULL or v.n_expert == NULL or v.rows == NULL or v.length == NULL:
-        raise MemoryError
+    v.base = <int *>zeroed(v.n_layers, sizeof(int))
+    v.n_expert = <int *>zeroed(v.n_layers, sizeof(int))
+    v.rows = <uint16_t *>zeroed(<size_t>v.n_layers * WINDOW * v.n_used, sizeof(uint16_t))
+    v.length = <unsigned char *>zeroed(v.n_layers * WINDOW, 1)
     for i in range(v.n_layers):
         v.base[i] = total
         v.n_expert[i] = n_expert[i]
         total += v.n_expert[i]
-    v.users = <uint64_t *>calloc(<size_t>total * WORDS + 1, sizeof(uint64_t))
-    v.votes = <uint32_t *>calloc(max(n_expert, default=0) + 1, sizeof(uint32_t))
-    if v.users == NULL or v.votes == NULL:
-        raise MemoryError
+    v.users = <uint64_t *>zeroed(<size_t>total * WORDS, sizeof(uint64_t))
+    v.votes = <uint32_t *>zeroed(max(n_expert, default=0), sizeof(uint32_t))
     for i in range(EXP_STEPS * EXP_MOST + 1):
         v.exps[i] = <uint32_t>(EXP_UNIT * exp(<double>i / EXP_STEPS) + 0.5)
     return 0
@@ -64,6 +62,7 @@ cdef void votes_free(Votes *v) noexcept nogil:
     free(v.length)
     free(v.users)
     free(v.votes)
+    memset(v, 0, sizeof(Votes))
 
 
 cdef void _empty(Votes *v, int layer, int place) noexcept nogil:

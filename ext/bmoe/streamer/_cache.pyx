@@ -5,204 +5,64 @@ No I/O, no ggml: the same code serves the engine (under nogil) and replays of re
 fixed; experts of one size share a class of slots, so that nothing is ever moved or resized. A slot that the
 current layer needs is pinned by an epoch number. Within a class one of two policies chooses:
 
-- votes: every expert of a layer is scored when the layer is routed (`votes.pyx`). Given up is the lowest score of any
+- votes: every expert of a layer is scored when the layer is routed (`_admission.pyx`). Given up is the lowest score of any
   layer of the class, weighed by how soon the layer comes round again; a miss that scores less gets no slot.
 - lru: least recently used.
 """
 
 from libc.stdint cimport int64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free
+from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from bmoe.streamer._admission cimport (votes_begin, votes_constants, votes_free, votes_init, votes_note, votes_of, votes_reject,
-                          votes_compare)
+from bmoe.streamer._admission cimport (votes_begin, votes_compare, votes_constants, votes_free, votes_init, votes_note,
+                                       votes_of, votes_reject)
+from bmoe.streamer._alloc cimport zeroed
 
 # Constants of the votes policy, chosen on recorded routes: docs/eviction.md.
 SHARPNESS = 10.0    # exponent of a token with the same routes
 RECENCY = 0.15      # of a vote by age alone, divided by the age + 1
 SECOND = 0.5        # weight of the second token after an alike one
 
-cdef void _unlink(Cache *c, Class *k, int s) noexcept nogil:
-    cdef Slot *x = &c.slots[s]
-    if x.prev >= 0:
-        c.slots[x.prev].next = x.next
-    else:
-        k.head = x.next
-    if x.next >= 0:
-        c.slots[x.next].prev = x.prev
-    else:
-        k.tail = x.prev
+include "cache_lru.pxi"
+include "cache_votes.pxi"
+include "cache_index.pxi"
 
 
-cdef void _push_front(Cache *c, Class *k, int s) noexcept nogil:
-    cdef Slot *x = &c.slots[s]
-    x.prev = -1
-    x.next = k.head
-    if k.head >= 0:
-        c.slots[k.head].prev = s
-    else:
-        k.tail = s
-    k.head = s
+cdef struct Batch:        # a layer's batch that Python routes
+    int *experts
+    int *slots
+    unsigned char *hit
+    unsigned char *again
 
 
-include "cache_admission.pxi"
+cdef int _batch_init(Batch *b, int n) except -1:
+    memset(b, 0, sizeof(Batch))
+    try:
+        b.experts = <int *>zeroed(n, sizeof(int))
+        b.slots = <int *>zeroed(n, sizeof(int))
+        b.hit = <unsigned char *>zeroed(n, 1)
+        b.again = <unsigned char *>zeroed(n, 1)
+    except MemoryError:
+        _batch_free(b)
+        raise
+    return 0
 
 
-# ---- what the plan of a layer calls -----------------------------------------------------------------
-
-cdef void cache_begin(Cache *c, int layer, int n_tok) noexcept nogil:
-    if c.scoring:
-        votes_begin(&c.votes, layer, n_tok)
-
-
-cdef void cache_note(Cache *c, int layer, int n_tok, int tok, int expert) noexcept nogil:
-    if c.scoring:
-        votes_note(&c.votes, layer, n_tok, tok, expert)
+cdef void _batch_free(Batch *b) noexcept nogil:
+    free(b.experts)
+    free(b.slots)
+    free(b.hit)
+    free(b.again)
+    memset(b, 0, sizeof(Batch))
 
 
-cdef void cache_score(Cache *c, int layer) noexcept nogil:
-    cdef int i, e
-    if not c.scoring:
-        return
-    votes_compare(&c.votes, layer)
-    for i in range(c.base[layer], c.base[layer] + c.n_kept[layer]):
-        e = c.slots[c.kept[i]].expert
-        c.keys[i] = _key(votes_of(&c.votes, e), e)
-    _find_lowest(c, layer)
-
-
-cdef int cache_find(Cache *c, int layer, int expert) noexcept nogil:
-    return c.table[c.base[layer] + expert]
-
-
-cdef void cache_touch(Cache *c, int slot) noexcept nogil:
-    cdef Class *k
-    if c.policy == POLICY_VOTES:
-        return
-    k = &c.classes[c.cls[c.slots[slot].layer]]
-    if k.head != slot:
-        _unlink(c, k, slot)
-        _push_front(c, k, slot)
-
-
-cdef int cache_admit(Cache *c, int layer, int expert, int epoch) noexcept nogil:
-    cdef Class *k = &c.classes[c.cls[layer]]
-    cdef int s = k.tail
-    cdef Slot *x
-    if c.policy == POLICY_VOTES:
-        return _admit_by_votes(c, layer, expert, epoch)
-    while s >= 0 and c.slots[s].pin == epoch:
-        s = c.slots[s].prev
-    if s < 0:
-        return -1
-    x = &c.slots[s]
-    if x.layer >= 0:
-        c.table[c.base[x.layer] + x.expert] = -1
-        c.evictions += 1
-    else:
-        c.n_resident += 1
-    x.layer = layer
-    x.expert = expert
-    x.pin = epoch
-    c.table[c.base[layer] + expert] = s
-    if k.head != s:
-        _unlink(c, k, s)
-        _push_front(c, k, s)
-    return s
-
-
-cdef void cache_forget(Cache *c, int slot) noexcept nogil:
-    cdef Slot *x = &c.slots[slot]
-    cdef int at
-    if x.layer >= 0:
-        c.table[c.base[x.layer] + x.expert] = -1
-        if c.policy == POLICY_VOTES:
-            at = 0
-            while c.kept[c.base[x.layer] + at] != slot:
-                at += 1
-            _take_out(c, x.layer, at)
-            x.next = c.classes[c.cls[x.layer]].head
-            c.classes[c.cls[x.layer]].head = slot
-        x.layer = -1
-        c.n_resident -= 1
-
-
-cdef void _push_back(Cache *c, Class *k, int s, int after) noexcept nogil:
-    # Behind slot `after`, or as the first where that is -1.
-    cdef Slot *x = &c.slots[s]
-    if after < 0:
-        _push_front(c, k, s)
-        return
-    x.prev = after
-    x.next = c.slots[after].next
-    c.slots[after].next = s
-    if x.next >= 0:
-        c.slots[x.next].prev = s
-    else:
-        k.tail = s
-
-
-cdef int cache_hold(Cache *c, int layer) noexcept nogil:
-    cdef Class *k = &c.classes[c.cls[layer]]
-    cdef int s
-    if c.policy == POLICY_VOTES:
-        s = k.head
-        if s < 0:
-            return -1
-        k.head = c.slots[s].next
-    else:
-        s = k.tail
-        if s < 0 or c.slots[s].layer >= 0:
-            return -1
-        _unlink(c, k, s)
-    k.n_held += 1
-    return s
-
-
-cdef void cache_release(Cache *c, int layer, int slot) noexcept nogil:
-    cdef Class *k = &c.classes[c.cls[layer]]
-    k.n_held -= 1
-    if c.policy == POLICY_VOTES:
-        c.slots[slot].next = k.head
-        k.head = slot
-    else:
-        _push_back(c, k, slot, k.tail)
-
-
-cdef bint cache_fill(Cache *c, int layer, int expert, int slot) noexcept nogil:
-    cdef Class *k = &c.classes[c.cls[layer]]
-    cdef Slot *x = &c.slots[slot]
-    cdef int s, at
-    if c.table[c.base[layer] + expert] >= 0:
-        cache_release(c, layer, slot)
-        return False
-    k.n_held -= 1
-    x.layer = layer
-    x.expert = expert
-    x.pin = -1
-    c.table[c.base[layer] + expert] = slot
-    c.n_resident += 1
-    c.seen[c.base[layer] + expert] = 1
-    if c.policy == POLICY_VOTES:
-        # Nobody has voted for it yet; it is judged with the others when its layer is routed.
-        at = c.base[layer] + c.n_kept[layer]
-        c.kept[at] = slot
-        c.keys[at] = _key(0, expert)
-        c.n_kept[layer] += 1
-        _find_lowest(c, layer)
-    else:
-        s = k.tail
-        while s >= 0 and c.slots[s].layer < 0:
-            s = c.slots[s].prev
-        _push_back(c, k, slot, s)
-    return True
-
-
-cdef int cache_seen(Cache *c, int layer, int expert) noexcept nogil:
-    cdef unsigned char *b = &c.seen[c.base[layer] + expert]
-    cdef int before = b[0]
-    b[0] = 1
-    return before
+cdef void _place(Cache *c, int layer, Batch *b, int n, int n_keep, int epoch) noexcept nogil:
+    cdef int x
+    cache_place(c, layer, b.experts, n, n_keep, epoch, b.slots, b.hit, b.again)
+    for x in range(n):
+        if not b.hit[x]:
+            c.counts.rereads += b.again[x]
 
 
 cdef class ExpertCache:
@@ -214,8 +74,6 @@ cdef class ExpertCache:
     """
 
     def __cinit__(self, list n_expert, list layer_class, list class_slots, str policy="votes", int n_used=16):
-        cdef int i, j, total = 0
-        cdef Cache *c = &self.c
         if policy not in ("votes", "lru"):
             raise ValueError(f"no cache policy {policy!r}")
         if len(n_expert) != len(layer_class):
@@ -228,74 +86,12 @@ cdef class ExpertCache:
             raise ValueError("n_expert must be 1 to 65536")
         if not 0 < n_used < 256:
             raise ValueError("n_used must be 1 to 255")
-        c.policy = POLICY_VOTES if policy == "votes" else POLICY_LRU
-        c.n_layers = len(n_expert)
-        c.n_classes = len(class_slots)
-        c.n_slots = sum(class_slots)
-        votes_init(&c.votes, n_expert, n_used)
-        votes_constants(&c.votes, SHARPNESS, RECENCY, SECOND)
-        c.base = <int *>calloc(c.n_layers + 1, sizeof(int))
-        c.n_expert = <int *>calloc(c.n_layers + 1, sizeof(int))
-        c.cls = <int *>calloc(c.n_layers + 1, sizeof(int))
-        c.members = <int *>calloc(c.n_layers + 1, sizeof(int))
-        c.n_kept = <int *>calloc(c.n_layers + 1, sizeof(int))
-        c.lowest = <int *>malloc(sizeof(int) * (c.n_layers + 1))
-        c.classes = <Class *>calloc(c.n_classes + 1, sizeof(Class))
-        c.slots = <Slot *>calloc(c.n_slots + 1, sizeof(Slot))
-        for i in range(c.n_layers):
-            c.base[i] = total
-            c.n_expert[i] = n_expert[i]
-            c.lowest[i] = -1
-            c.cls[i] = layer_class[i]
-            c.classes[c.cls[i]].n_layers += 1
-            c.classes[c.cls[i]].n_experts += c.n_expert[i]
-            total += c.n_expert[i]
-        j = 0
-        for i in range(c.n_classes):
-            c.classes[i].first_member = j
-            for layer in range(c.n_layers):
-                if c.cls[layer] == i:
-                    c.members[j] = layer
-                    j += 1
-        c.table = <int *>malloc(sizeof(int) * (total + 1))
-        c.kept = <int *>malloc(sizeof(int) * (total + 1))
-        c.keys = <int64_t *>malloc(sizeof(int64_t) * (total + 1))
-        c.seen = <unsigned char *>calloc(total + 1, 1)
-        for i in range(total):
-            c.table[i] = -1
-        j = 0
-        for i in range(c.n_classes):
-            c.classes[i].first = j
-            c.classes[i].count = class_slots[i]
-            c.classes[i].head = -1
-            c.classes[i].tail = -1
-            # With a slot for every expert, or none at all, there is nothing to choose.
-            if c.policy == POLICY_VOTES and 0 < c.classes[i].count < c.classes[i].n_experts:
-                c.scoring = 1
-            for j in range(j, j + c.classes[i].count):
-                c.slots[j].layer = -1
-                c.slots[j].pin = -1
-                if c.policy == POLICY_LRU:
-                    _push_front(c, &c.classes[i], j)
-                else:
-                    c.slots[j].next = c.classes[i].head
-                    c.classes[i].head = j
-            j = c.classes[i].first + c.classes[i].count
+        _cache_init(&self.c, n_expert, layer_class, class_slots, POLICY_VOTES if policy == "votes" else POLICY_LRU,
+                    n_used)
+        votes_constants(&self.c.votes, SHARPNESS, RECENCY, SECOND)
 
     def __dealloc__(self):
-        votes_free(&self.c.votes)
-        free(self.c.base)
-        free(self.c.n_expert)
-        free(self.c.cls)
-        free(self.c.members)
-        free(self.c.n_kept)
-        free(self.c.lowest)
-        free(self.c.kept)
-        free(self.c.keys)
-        free(self.c.classes)
-        free(self.c.slots)
-        free(self.c.table)
-        free(self.c.seen)
+        _cache_free(&self.c)
 
     @property
     def policy(self):
@@ -315,7 +111,8 @@ cdef class ExpertCache:
         Raises ValueError for a layer or expert out of range.
         """
         cdef Cache *c = &self.c
-        cdef int e, s, tok, n_tok = len(rows)
+        cdef int e, x, n, n_keep, tok, n_tok = len(rows)
+        cdef Batch b
         if not 0 <= layer < c.n_layers:
             raise ValueError(f"no layer {layer}")
         asked = rows if routed is None else routed
@@ -325,34 +122,22 @@ cdef class ExpertCache:
             for e in row:
                 if not 0 <= e < c.n_expert[layer]:
                     raise ValueError(f"no expert {e} in layer {layer}")
-        cache_begin(c, layer, n_tok)
-        for tok, row in enumerate(asked):
-            for e in dict.fromkeys(row):
-                cache_note(c, layer, n_tok, tok, e)
-        cache_score(c, layer)
         experts = list(dict.fromkeys(e for row in reversed(rows) for e in row))
-        kept = experts if quota is None or n_tok < 2 else experts[:quota]
-        hits = []
-        misses = []
-        for e in experts:
-            s = cache_find(c, layer, e)
-            if s >= 0:
-                c.slots[s].pin = epoch
-                c.hits += 1
-                hits.append(e)
-            else:
-                misses.append(e)
-        keep = set(kept)
-        for e in misses:
-            c.misses += 1
-            c.rereads += cache_seen(c, layer, e)
-            if e in keep:
-                cache_admit(c, layer, e, epoch)
-        for e in reversed(kept):
-            s = cache_find(c, layer, e)
-            if s >= 0:
-                cache_touch(c, s)
-        return hits, misses
+        n = len(experts)
+        n_keep = n if quota is None or n_tok < 2 else min(n, quota)
+        _batch_init(&b, n)
+        try:
+            for x in range(n):
+                b.experts[x] = experts[x]
+            cache_begin(c, layer, n_tok)
+            for tok, row in enumerate(asked):
+                for e in dict.fromkeys(row):
+                    cache_note(c, layer, n_tok, tok, e)
+            cache_score(c, layer)
+            _place(c, layer, &b, n, n_keep, epoch)
+            return ([e for x, e in enumerate(experts) if b.hit[x]], [e for x, e in enumerate(experts) if not b.hit[x]])
+        finally:
+            _batch_free(&b)
 
     def time_tokens(self, list batches):
         """Nanoseconds that the policy takes for single-token `batches` of `(layer, experts)`, in order.
@@ -360,46 +145,45 @@ cdef class ExpertCache:
         What the engine calls for each, without what Python adds. Raises ValueError for what is out of range.
         """
         cdef Cache *c = &self.c
-        cdef int i, j, s, layer, n = len(batches), total = sum(len(experts) for _, experts in batches)
-        cdef int *flat = <int *>malloc(sizeof(int) * (total + 2 * n + 2))
-        cdef int *at = flat
+        cdef int i, j, layer, n = len(batches), most = 0, total = 0
+        cdef int *flat
+        cdef int *at
+        cdef Batch b
         cdef timespec t0, t1
+        for layer, experts in batches:
+            if not (0 <= layer < c.n_layers and all([0 <= e < c.n_expert[layer] for e in experts])):
+                raise ValueError(f"layer {layer}, experts {experts}: out of range")
+            if len(set(experts)) < len(experts):
+                raise ValueError(f"layer {layer}, experts {experts}: one is there twice")
+            most = max(most, len(experts))
+            total += len(experts)
+        _batch_init(&b, most)
         try:
-            for layer, experts in batches:
-                at[0] = layer
-                at[1] = len(experts)
-                for j, e in enumerate(experts):
-                    at[2 + j] = e
-                if not (0 <= layer < c.n_layers and all(0 <= e < c.n_expert[layer] for e in experts)):
-                    raise ValueError(f"layer {layer}, experts {experts}: out of range")
-                at += 2 + len(experts)
-            at = flat
-            with nogil:
-                clock_gettime(CLOCK_MONOTONIC, &t0)
-                for i in range(n):
-                    layer = at[0]
-                    cache_begin(c, layer, 1)
-                    for j in range(at[1]):
-                        cache_note(c, layer, 1, 0, at[2 + j])
-                    cache_score(c, layer)
-                    for j in range(at[1]):
-                        s = cache_find(c, layer, at[2 + j])
-                        if s >= 0:
-                            c.slots[s].pin = i
-                            c.hits += 1
-                    for j in range(at[1]):
-                        if cache_find(c, layer, at[2 + j]) < 0:
-                            c.misses += 1
-                            c.rereads += cache_seen(c, layer, at[2 + j])
-                            cache_admit(c, layer, at[2 + j], i)
-                    for j in range(at[1] - 1, -1, -1):
-                        s = cache_find(c, layer, at[2 + j])
-                        if s >= 0:
-                            cache_touch(c, s)
-                    at += 2 + at[1]
-                clock_gettime(CLOCK_MONOTONIC, &t1)
-        finally:
-            free(flat)
+            flat = at = <int *>zeroed(total + 2 * n, sizeof(int))
+        except MemoryError:
+            _batch_free(&b)
+            raise
+        for layer, experts in batches:
+            at[0] = layer
+            at[1] = len(experts)
+            for j, e in enumerate(experts):
+                at[2 + j] = e
+            at += 2 + len(experts)
+        at = flat
+        with nogil:
+            clock_gettime(CLOCK_MONOTONIC, &t0)
+            for i in range(n):
+                layer = at[0]
+                cache_begin(c, layer, 1)
+                for j in range(at[1]):
+                    cache_note(c, layer, 1, 0, at[2 + j])
+                    b.experts[j] = at[2 + j]
+                cache_score(c, layer)
+                _place(c, layer, &b, at[1], at[1], i)
+                at += 2 + at[1]
+            clock_gettime(CLOCK_MONOTONIC, &t1)
+        free(flat)
+        _batch_free(&b)
         return (t1.tv_sec - t0.tv_sec) * 1000000000 + t1.tv_nsec - t0.tv_nsec
 
     def prompt(self, int left):
@@ -480,7 +264,8 @@ cdef class ExpertCache:
 
     def counters(self):
         """`(hits, misses, evictions, rereads)` since the start, in routed experts of a batch."""
-        return self.c.hits, self.c.misses, self.c.evictions, self.c.rereads
+        cdef CacheCounts *counts = &self.c.counts
+        return counts.hits, counts.misses, counts.evictions, counts.rereads
 
     def check(self):
         """Raises AssertionError where table, slots and lists disagree (for tests)."""
@@ -495,12 +280,12 @@ cdef class ExpertCache:
                     resident += 1
         assert resident == c.n_resident, (resident, c.n_resident)
         for i in range(c.n_classes):
-            n, s = 0, c.classes[i].head
+            n, s = 0, c.classes[i].empty if c.policy == POLICY_VOTES else c.classes[i].head
             while s >= 0:
                 n += 1
                 assert n <= c.n_slots
                 assert c.policy == POLICY_LRU or c.slots[s].layer == -1, s
-                s = c.slots[s].next
+                s = c.slots[s].next_empty if c.policy == POLICY_VOTES else c.slots[s].next
             if c.policy == POLICY_VOTES:
                 n += sum(c.n_kept[j] for j in range(c.n_layers) if c.cls[j] == i)
             assert n + c.classes[i].n_held == c.classes[i].count

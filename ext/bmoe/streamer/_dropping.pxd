@@ -6,6 +6,12 @@ from bmoe.llama._ggml cimport bm_tensor
 cdef enum:
     RECENT = 128      # graph nodes back to which a layer's weights are looked for
 
+cdef struct DropCounts:   # running totals, by their names in StreamCounters
+    int64_t drop_positions    # (layer, position) pairs decided
+    int64_t drop_routed
+    int64_t dropped
+    double drop_mass  # sum over positions of the share of the weights that fell
+
 cdef struct Drop:
     double threshold  # F; 0: never drops
     int active        # the graph that runs drops
@@ -19,17 +25,14 @@ cdef struct Drop:
     bm_tensor *recent[RECENT]
     int64_t n_recent
     int64_t before    # nodes walked before the layer's first matmul
-    # Counters.
-    int64_t positions # (layer, position) pairs decided
-    int64_t routed
-    int64_t dropped
-    double mass       # sum over positions of the share of the weights that fell
+    DropCounts counts
 
 # Decides for `n_tok` positions in order; rewrites their weights and fills `gone`. Returns how many fell.
 cdef int drop_positions(char *weights, int64_t weight_stride, const char *ids, int64_t id_stride, int n_used, int n_tok,
                         const int *slot_of, int *wanted, double threshold, unsigned char *gone,
                         double *mass) noexcept nogil
 cdef bint drop_reserve(Drop *d, int n_rows) noexcept nogil
+cdef void drop_free(Drop *d) noexcept nogil
 # A node of the walk that is no expert matmul, and one that is.
 cdef void drop_walk(Drop *d, bm_tensor *t) noexcept nogil
 cdef void drop_matmul(Drop *d, bm_tensor *t, bm_tensor **found, bint first) noexcept nogil

@@ -69,6 +69,12 @@ cdef bint drop_reserve(Drop *d, int n_rows) noexcept nogil:
     return d.size >= n_rows
 
 
+cdef void drop_free(Drop *d) noexcept nogil:
+    free(d.gone)
+    d.gone = NULL
+    d.size = 0
+
+
 # ---- the walk -----------------------------------------------------------------------------------
 
 cdef bint _from_router(bm_tensor *w) noexcept nogil:
@@ -127,10 +133,10 @@ cdef bint drop_plan(Drop *d, Cache *c, int layer, bm_tensor *ids, bm_tensor *wei
     for e in range(c.n_expert[layer]):
         wanted[e] = -1
     d.n_gone = drop_positions(<char *>weights.data, weights.nb[2], <const char *>ids.data, ids.nb[1], n_used, n_tok,
-                              c.table + c.base[layer], wanted, d.threshold, d.gone, &d.mass)
-    d.positions += n_tok
-    d.routed += n_used * n_tok
-    d.dropped += d.n_gone
+                              c.table + c.base[layer], wanted, d.threshold, d.gone, &d.counts.drop_mass)
+    d.counts.drop_positions += n_tok
+    d.counts.drop_routed += n_used * n_tok
+    d.counts.dropped += d.n_gone
     return True
 
 

@@ -30,6 +30,10 @@ cdef extern from "sync.h" nogil:
         int sleepers
     void bm_barrier_wait(bm_barrier *b, int n)
 
+cdef extern from "page.h" nogil:
+    enum:
+        PAGE "BM_PAGE"
+
 cdef enum:
     LOW_CAPACITY = 256
 
@@ -46,6 +50,7 @@ cdef struct Read:
     int64_t need      # bytes that must arrive for the slice to be whole
     char *dst         # aligned
     int *pending      # decremented once when this read is done, whatever its outcome
+    int id            # of a read ahead: what it is cancelled or promoted by
     int64_t queued_ns # when it was queued; set only while reads are recorded
 
 cdef struct IoRow:    # one read that has ended, while they are recorded
@@ -60,11 +65,18 @@ cdef struct IoRow:    # one read that has ended, while they are recorded
     int32_t direct    # past the page cache, and not redone through it
     int32_t failed
 
+cdef struct LaneCounts:   # running totals, by their names in StreamCounters
+    int64_t disk_bytes    # moved from the file, alignment included
+    int64_t lane_ns       # inside reads, summed over lanes
+    int64_t lane_cpu_ns   # CPU of it
+    int64_t disk_ns       # wall time with at least one read queued or under way
+
 cdef struct Pool:
     File *files
     int n_files
     pthread_mutex_t lock
     pthread_cond_t work
+    int has_lock
     Read *queue
     int capacity      # a power of two
     unsigned int head
@@ -88,14 +100,8 @@ cdef struct Pool:
     int64_t fail_offset
     int64_t fail_got
     int64_t fail_need
-    # Counters.
-    int64_t n_reads
-    int64_t bytes     # bytes moved from the file, alignment included
-    int64_t busy_ns   # summed over lanes
-    int64_t cpu_ns    # CPU of lanes inside reads
-    int64_t active_ns # wall time with at least one read queued or under way
+    LaneCounts counts
     int64_t active_since
-    int64_t n_fallback  # reads redone without O_DIRECT
     # Record of reads, under `lock`; NULL: off.
     IoRow *io
     int io_size
@@ -104,13 +110,26 @@ cdef struct Pool:
     # Fault injection for tests: 0 none, 1 says done before the read, 2 flips a byte, 3 fails
     int sabotage
 
+
+cdef inline void read_init(Read *r, int file, int64_t offset, int64_t nbytes, char *dst, int *pending) noexcept nogil:
+    # The aligned read that brings in `nbytes` at `offset` of a file. They will lie in `dst`, which is aligned, as far
+    # in as in their first page.
+    r.file = file
+    r.offset = offset & ~<int64_t>(PAGE - 1)
+    r.need = offset - r.offset + nbytes
+    r.length = (r.need + PAGE - 1) & ~<int64_t>(PAGE - 1)
+    r.dst = dst
+    r.pending = pending
+    r.id = -1
+
+
 cdef void pool_submit(Pool *p, Read *reads, int n) noexcept nogil
 # Queues reads below the others in priority; how many found room.
 cdef int pool_submit_low(Pool *p, Read *reads, int n) noexcept nogil
-# Reads ahead that have not begun and count down `pending`: takes them back (as if they had never been queued), or
-# makes them ordinary ones. How many there were.
-cdef int pool_cancel_low(Pool *p, int *pending) noexcept nogil
-cdef int pool_promote_low(Pool *p, int *pending) noexcept nogil
+# Reads ahead of this id that have not begun: takes them back (as if they had never been queued), or makes them
+# ordinary ones. How many there were.
+cdef int pool_cancel_low(Pool *p, int id) noexcept nogil
+cdef int pool_promote_low(Pool *p, int id) noexcept nogil
 cdef void pool_wait_idle(Pool *p) noexcept nogil
 # Sleeps until a read has finished since `seq` was loaded from done_seq.
 cdef void pool_wait_progress(Pool *p, int seq) noexcept nogil

@@ -11,17 +11,9 @@ cdef enum:
     MAX_PARTS = 4     # gate, up, down, or gate_up and down; one to spare
     MAX_GUESSES = 32  # experts of one layer that are read ahead
     GUESS_TOKENS = 4  # positions of the widest batch for which something is
-    PREFETCH_NEXT = 1
-    PREFETCH_PREVIOUS = 2
     SCORE_CONTROL = 0
     SCORE_NEXT = 1
-    SCORE_PREVIOUS = 2
-    SCORES = 3
-    SPENT_COMPUTE = 0  # nodes, and waiting for the other compute threads
-    SPENT_WAIT = 1     # for reads
-    SPENT_MANAGE = 2   # planning, queueing reads, guessing
-    SPENT_BUILD = 3    # until the first node of a graph has been computed
-    SPENT = 4
+    SCORES = 2
 
 cdef struct Segment:  # the expert matmuls of one layer that follow each other in a graph
     int n
@@ -66,6 +58,125 @@ cdef struct Spare:    # a slot's memory that the cache does not know
     int reread        # the expert had been read before
     int64_t bytes
 
+cdef struct Walk:         # over a graph, before it runs (graph.pxi)
+    Segment *segments
+    int n_segments
+    int next_segment
+    int layer         # of the last expert matmul, its parts so far, and its operands
+    int mask
+    bm_tensor *ids
+    bm_tensor *src
+    int vdt
+    int graph         # counts the graphs that were walked
+
+cdef struct Scratch:      # of the matmuls, as large as the largest so far (graph.pxi)
+    char *q           # quantized activations
+    size_t q_size
+    char *tiled       # of ggml's tiled kernel
+    size_t tiled_one  # bytes of it for one thread
+
+cdef struct SlotMemory:   # what is where in the pool (memory.pxi)
+    int *place        # [slots] where a slot's memory is, in places of its class
+    int *pending      # [places * MAX_PARTS]
+    unsigned char *fresh  # [slots] 1: filled by a warm start, and not used yet
+    int64_t fresh_used    # experts of a warm start that were then used
+
+cdef struct Ring:         # staging areas for experts that get no slot (memory.pxi)
+    int n
+    int64_t base
+    int64_t stride
+    int *pending      # [n]
+    int *empty        # [n] stack of areas
+    int n_empty
+
+cdef struct Plan:         # of the layer that runs (plan.pxi)
+    int max_expert
+    int epoch
+    int layer
+    Segment *segment
+    int n             # distinct experts of the batch, the latest token's first
+    int *expert       # [n]
+    int *slot         # [n] slot, or -1: none
+    int *place        # [n] place of its memory, or -1: through the ring
+    int *area         # [MAX_PARTS * max_expert] of the ring, or -1
+    unsigned char *fate   # [n] 0 a miss, 1 resident, 2 a miss that had been read ahead (told apart for the log)
+    unsigned char *reread # [n] 1: the miss had been read before
+    int *miss         # [n_miss] those that are read for it
+    int n_miss
+    int *index_of     # [max_expert] index by expert, or -1
+    int *count        # [max_expert] rows of an expert
+    int *start        # [n + 1] first of its rows
+    int *fill_at      # [n]
+    int32_t *rows     # [room * 2] (id, token) pairs, by expert
+    int room
+    int *next_chunk   # [MAX_PARTS * max_expert]
+    int *left_chunks
+    int *n_chunks
+    int issue_lock
+    int issue_order   # the next read to be queued: which matmul, which miss
+    int issue_at
+    int64_t *uses     # [sum of n_expert] routed rows of each expert; NULL: not counted
+
+cdef struct Positions:    # bytes read for the experts whose earliest row is at a position of the batch (plan.pxi)
+    int n
+    int64_t *bytes    # [n]
+    int64_t *rereads  # [n] of these, bytes of experts that had been read before
+
+cdef struct GuessCounts:  # running totals, by their names in StreamCounters
+    int64_t guessed
+    int64_t guess_hits
+    int64_t guess_cancelled
+    int64_t guess_ns
+
+cdef struct ReadAheadBytes:
+    int64_t used
+    int64_t used_rereads
+    int64_t wasted
+    int64_t wasted_rereads
+
+cdef struct ReadAhead:    # of the next layer (read_ahead.pxi)
+    int on
+    int scored        # guesses are compared with what is routed
+    Router *routers   # [n_layers]
+    Spare *spares
+    int n_spares
+    char *scratch     # of `router_top`
+    int64_t room
+    int *guess        # [n_layers * MAX_GUESSES] what the layer before guessed
+    int *n_guess      # [n_layers]
+    int64_t *scores   # [n_layers * SCORES * 2] right and all, by kind of guess
+    int lie           # fault injection
+    GuessCounts counts
+    ReadAheadBytes bytes
+
+cdef struct Stop:         # requests to end the graph
+    int requested
+    int64_t looked_ns     # when Python's signals were last looked for
+    void *owner
+
+cdef struct GraphTime:    # where thread 0's time in graphs goes, by its names in StreamCounters
+    int64_t compute_ns    # nodes, and waiting for the other compute threads
+    int64_t wait_ns       # for reads
+    int64_t manage_ns     # planning, queueing reads, guessing
+    int64_t build_ns      # until the first node of a graph has been computed
+
+cdef struct ThreadTime:   # of thread 0, from `begin_graph` to the end of a graph's last node
+    GraphTime target
+    GraphTime draft
+    GraphTime *graph  # of the one that runs
+    int64_t begun_ns  # when it was begun; 0: its first node has ended
+    int64_t mark      # when the last node ended; 0: none of this graph has
+
+cdef struct StreamCounts: # running totals, by their names in StreamCounters
+    int64_t plans
+    int64_t routed
+    int64_t streamed  # misses that went through the ring, not into a slot
+    int64_t reads
+    int64_t bytes
+    int64_t plan_ns
+    int64_t stall_ns  # summed over compute threads
+    int64_t moe_ns    # thread 0, inside expert matmuls
+
 cdef struct Moe:
     Cache *cache
     Pool *pool
@@ -73,108 +184,24 @@ cdef struct Moe:
     int n_parts
     Layer *layers
     int n_layers
-    Segment *segments
-    int n_segments
-    int next_segment
-    int walk_layer
-    int walk_mask
-    bm_tensor *walk_ids
-    bm_tensor *walk_src
-    int walk_vdt
     int n_threads
     int overlap
     int running       # slots and ring are there
-    # Memory.
-    int *place             # [n_slots] where a slot's memory is, in places of its class
-    int *slot_pending      # [places * MAX_PARTS]
-    unsigned char *slot_fresh  # [n_slots] 1: filled by a warm start, and not used yet
-    int n_ring
-    int64_t ring_base
-    int64_t ring_stride
-    int *ring_pending      # [n_ring]
-    int *ring_free         # [n_ring] stack
-    int n_ring_free
-    char *q                # quantized activations
-    size_t q_size
-    char *tiled            # scratch of ggml's tiled kernel
-    size_t tiled_one       # bytes of it for one thread
-    # Plan of the layer that runs.
-    int max_expert
-    int epoch
-    int plan_layer
-    Segment *plan_segment
-    int n_x                # distinct experts of the batch, resident first
-    int *x_expert
-    int *x_slot            # slot, or -1: none
-    int *x_place           # place of its memory, or -1: through the ring
-    int *x_start           # [n_x + 1] first of its rows
-    int *x_of              # [max_expert] index by expert, or -1
-    int *count             # [max_expert]
-    int *fill_at           # [max_expert]
-    int32_t *rows          # [n_rows * 2] (id, token) pairs, by expert
-    int n_rows_max
-    int *x_ring            # [MAX_PARTS * max_expert]
-    int *next_chunk        # [MAX_PARTS * max_expert]
-    int *left_chunks
-    int *n_chunks
-    int *miss
-    int n_miss
-    unsigned char *x_fate  # [n_x] 0 a miss, 1 resident, 2 a miss that had been read ahead
-    int issue_lock
-    int index_lock         # the cache's index, and the log: a plan, and who reads beside it
-    int issue_order
-    int issue_at
+    int skip          # nobody wants what the experts compute: their matmuls give zeros and read nothing
+    int index_lock    # the cache's index, and the log: a plan, and who reads beside it
     bm_barrier barrier
+    Walk walk
+    Scratch scratch
+    SlotMemory slots
+    Ring ring
+    Plan plan
+    Positions positions
+    ReadAhead ahead
     Drop drop
     RouteLog log
-    # Reading ahead.
-    int prefetch           # 0, PREFETCH_NEXT or PREFETCH_PREVIOUS
-    int predict_log
-    int graph              # counts the graphs that were walked
-    Router *routers        # [n_layers]
-    Spare *spares
-    int n_spares
-    char *guess_scratch
-    int64_t guess_room
-    int *guess             # [n_layers * MAX_GUESSES] what the layer before guessed
-    int *n_guess
-    int *last              # [n_layers * MAX_GUESSES] what the last token routed
-    int *n_last
-    int64_t *scores        # [n_layers * SCORES * 2] right and all, by kind of guess
-    int lie                # fault injection
-    int64_t guess_ns
-    int64_t prefetch_guesses
-    int64_t prefetch_hits
-    int64_t prefetch_cancelled
-    int64_t prefetch_used      # bytes
-    int64_t prefetch_used_rereads
-    int64_t prefetch_wasted
-    int64_t prefetch_wasted_rereads
-    # Stop requests.
-    int abort
-    int64_t last_signal_ns
-    void *owner
-    # Counters.
-    int64_t n_plans
-    int64_t routed
-    int64_t bytes
-    int64_t reads
-    int64_t plan_ns
-    int64_t stall_ns       # summed over compute threads
-    int64_t moe_ns         # thread 0, inside expert matmuls
-    # Where thread 0's time in a graph goes, from `begin_graph` to the end of its last node.
-    int64_t begun_ns       # when it was; 0: the first node has ended
-    int account            # of the graph that runs: 0 the target's, 1 the draft source's
-    int64_t node_mark      # when the last node ended; 0: none of this graph has
-    int64_t spent[2][SPENT]
-    int n_positions
-    int64_t *position_bytes    # [n_positions] bytes read for the expert whose earliest row is at that position
-    int64_t *position_rereads  # of these, bytes of experts that had been read before
-    unsigned char *x_reread    # [n_x] 1: the miss had been read before
-    int64_t streamed       # misses that went through the ring, not into a slot
-    int64_t *uses          # [sum of n_expert] routed rows of each expert; NULL: not counted
-    int64_t fresh_used     # experts of a warm start that were then used
-    int skip               # nobody wants what the experts compute: their matmuls give zeros and read nothing
+    Stop stop
+    ThreadTime time
+    StreamCounts counts
 
 # Where the bytes of a slice of an expert go in a slot.
 cdef char *slice_area(Moe *m, Part *p, int slot) noexcept nogil

@@ -17,17 +17,17 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bmoe.streamer._cache cimport (Cache, ExpertCache, cache_admit, cache_begin, cache_find, cache_forget, cache_note,
-                          cache_score, cache_seen, cache_touch)
-from bmoe.streamer._dropping cimport drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
+from bmoe.streamer._alloc cimport zeroed
+from bmoe.streamer._cache cimport (Cache, CacheCounts, ExpertCache, cache_begin, cache_find, cache_forget,
+                                   cache_note, cache_place, cache_score, cache_seen)
+from bmoe.streamer._dropping cimport drop_free, drop_matmul, drop_plan, drop_reserve, drop_walk, drop_zero
 from bmoe.llama._ggml cimport (bm_compute_params, bm_cpu_traits, bm_custom_params, bm_tensor, c_bool, ggml)
-from bmoe.streamer._reads cimport (Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64, bm_now_ns,
-                          bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low, pool_submit,
-                          pool_submit_low, pool_wait_idle, pool_wait_progress)
+from bmoe.streamer._reads cimport (PAGE, Lanes, Pool, Read, bm_add, bm_add64, bm_barrier_wait, bm_load, bm_load64,
+                                   bm_now_ns, bm_spin_lock, bm_spin_unlock, bm_store, pool_cancel_low, pool_promote_low,
+                                   pool_submit, pool_submit_low, pool_wait_idle, pool_wait_progress, read_init)
 from bmoe.streamer._router cimport Router, router_scratch, router_top, router_walk
 from bmoe.streamer._route_log cimport LOG_CLEAR, LOG_FORGET, log_event, log_free, log_outcome, log_plan, log_take
 
-DEF PAGE = 4096
 DEF BATCH = 32
 # Weight rows of one unit of work: about 10 us of dot products, small against a layer, large against an atomic.
 DEF CHUNK_ROWS = 64
@@ -36,10 +36,52 @@ DEF TILED_CHUNK_ROWS = 256
 # How often a running graph looks for Ctrl-C.
 DEF SIGNAL_NS = 50000000
 
+include "memory.pxi"
 include "graph.pxi"
 include "plan.pxi"
 include "read_ahead.pxi"
 include "kernel.pxi"
+
+
+cdef int _layers_init(Moe *m, list layers) except -1:
+    # What is served: the routed-expert tensors of each layer.
+    cdef int i, j, k = 0
+    cdef Part *p
+    _layers_free(m)
+    m.layers = <Layer *>zeroed(len(layers), sizeof(Layer))
+    m.n_layers = len(layers)
+    m.parts = <Part *>zeroed(sum([len(parts) for parts, _ in layers]), sizeof(Part))
+    for i, (parts, n_expert) in enumerate(layers):
+        if len(parts) > MAX_PARTS:
+            raise ValueError(f"layer {i} has {len(parts)} expert tensors, at most {MAX_PARTS} are served")
+        m.layers[i].n_expert = n_expert
+        m.layers[i].n_parts = len(parts)
+        m.layers[i].first_part = k
+        m.layers[i].expert_bytes = sum([nbytes for _, _, _, nbytes, _ in parts])
+        # Until something is known: a layer that misses.
+        m.layers[i].missing = 1.0
+        for j, (tensor, file, offset, nbytes, area) in enumerate(parts):
+            p = &m.parts[k]
+            k += 1
+            p.moe = m
+            p.layer = i
+            p.slice_ = j
+            p.file = file
+            p.offset = offset
+            p.nbytes = nbytes
+            p.area = area
+            p.tensor = <bm_tensor *><uintptr_t>tensor
+    m.n_parts = k
+    return 0
+
+
+cdef void _layers_free(Moe *m) noexcept nogil:
+    free(m.layers)
+    free(m.parts)
+    m.layers = NULL
+    m.parts = NULL
+    m.n_layers = 0
+    m.n_parts = 0
 
 
 cdef class Streamer:
@@ -52,62 +94,16 @@ cdef class Streamer:
 
     def __cinit__(self, Lanes lanes, list layers, int n_threads, bint overlap):
         cdef Moe *m = &self.m
-        cdef int i, j, k = 0
-        cdef Part *p
         self.lanes = lanes
         m.pool = &lanes.pool
-        m.owner = <void *>self
+        m.stop.owner = <void *>self
         m.n_threads = n_threads
         m.overlap = overlap
-        m.n_layers = len(layers)
-        m.n_parts = sum(len(parts) for parts, _ in layers)
-        m.n_segments = 2 * m.n_parts + 2
-        m.layers = <Layer *>calloc(m.n_layers + 1, sizeof(Layer))
-        m.parts = <Part *>calloc(m.n_parts + 1, sizeof(Part))
-        m.segments = <Segment *>calloc(m.n_segments, sizeof(Segment))
-        m.max_expert = max([n for _, n in layers], default=1)
-        m.walk_layer = -1
-        for i, (parts, n_expert) in enumerate(layers):
-            if len(parts) > MAX_PARTS:
-                raise ValueError(f"layer {i} has {len(parts)} expert tensors, at most {MAX_PARTS} are served")
-            m.layers[i].n_expert = n_expert
-            m.layers[i].n_parts = len(parts)
-            m.layers[i].first_part = k
-            m.layers[i].expert_bytes = sum([nbytes for _, _, _, nbytes, _ in parts])
-            # Until something is known: a layer that misses.
-            m.layers[i].missing = 1.0
-            for j, (tensor, file, offset, nbytes, area) in enumerate(parts):
-                p = &m.parts[k]
-                k += 1
-                p.moe = m
-                p.layer = i
-                p.slice_ = j
-                p.file = file
-                p.offset = offset
-                p.nbytes = nbytes
-                p.area = area
-                p.tensor = <bm_tensor *><uintptr_t>tensor
-        n = m.max_expert
-        m.x_expert = <int *>calloc(n, sizeof(int))
-        m.x_slot = <int *>calloc(n, sizeof(int))
-        m.x_place = <int *>calloc(n, sizeof(int))
-        m.x_fate = <unsigned char *>calloc(n, 1)
-        m.routers = <Router *>calloc(m.n_layers + 1, sizeof(Router))
-        m.guess = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
-        m.n_guess = <int *>calloc(m.n_layers + 1, sizeof(int))
-        m.last = <int *>calloc(m.n_layers * MAX_GUESSES + 1, sizeof(int))
-        m.n_last = <int *>calloc(m.n_layers + 1, sizeof(int))
-        m.scores = <int64_t *>calloc(m.n_layers * SCORES * 2 + 1, sizeof(int64_t))
-        m.x_start = <int *>calloc(n + 1, sizeof(int))
-        m.x_of = <int *>calloc(n, sizeof(int))
-        m.count = <int *>calloc(n, sizeof(int))
-        m.fill_at = <int *>calloc(n, sizeof(int))
-        m.miss = <int *>calloc(n, sizeof(int))
-        m.x_reread = <unsigned char *>calloc(n, 1)
-        m.x_ring = <int *>calloc(MAX_PARTS * n, sizeof(int))
-        m.next_chunk = <int *>calloc(MAX_PARTS * n, sizeof(int))
-        m.left_chunks = <int *>calloc(MAX_PARTS * n, sizeof(int))
-        m.n_chunks = <int *>calloc(MAX_PARTS * n, sizeof(int))
+        m.time.graph = &m.time.target
+        _layers_init(m, layers)
+        _walk_init(&m.walk, m.n_parts)
+        _plan_init(&m.plan, max([n for _, n in layers], default=1))
+        _ahead_init(&m.ahead, m.n_layers)
 
     def start(self, ExpertCache cache, list classes, list layer_class, list quotas, int n_ring, int64_t ring_address,
               int64_t ring_stride):
@@ -118,42 +114,16 @@ cdef class Streamer:
         Spares take what is read ahead; without any, nothing is.
         """
         cdef Moe *m = &self.m
-        cdef int i, j, k, places = sum([slots + spares for _, slots, spares, _ in classes]), at = 0, slot = 0
+        cdef int i
         if m.running:
             raise RuntimeError("already started")
         self.cache = cache
         m.cache = &cache.c
-        m.place = <int *>calloc(m.cache.n_slots + 1, sizeof(int))
-        m.slot_pending = <int *>calloc(places * MAX_PARTS + 1, sizeof(int))
-        m.n_spares = sum([spares for _, _, spares, _ in classes])
-        m.spares = <Spare *>calloc(m.n_spares + 1, sizeof(Spare))
-        k = 0
-        for i, (address, slots, spares, stride) in enumerate(classes):
-            for j in range(m.n_layers):
-                if layer_class[j] == i:
-                    m.layers[j].base, m.layers[j].first, m.layers[j].stride = address, at, stride
-                    m.layers[j].cls = i
-            for _ in range(slots):
-                m.place[slot] = at
-                slot += 1
-                at += 1
-            for _ in range(spares):
-                m.spares[k].cls = i
-                m.spares[k].place = at
-                m.spares[k].layer = -1
-                k += 1
-                at += 1
+        _spares_init(&m.ahead, sum([spares for _, _, spares, _ in classes]))
+        _slots_init(m, classes, layer_class)
+        _ring_init(&m.ring, n_ring, ring_address, ring_stride)
         for i in range(m.n_layers):
             m.layers[i].quota = quotas[i]
-        m.slot_fresh = <unsigned char *>calloc(m.cache.n_slots + 1, 1)
-        m.n_ring = n_ring
-        m.ring_base = ring_address
-        m.ring_stride = ring_stride
-        m.ring_pending = <int *>calloc(n_ring + 1, sizeof(int))
-        m.ring_free = <int *>calloc(n_ring + 1, sizeof(int))
-        m.n_ring_free = n_ring
-        for i in range(n_ring):
-            m.ring_free[i] = i
         m.running = 1
 
     @property
@@ -173,11 +143,11 @@ cdef class Streamer:
 
     def request_abort(self):
         """Makes the running graph stop at its next node; safe from any thread and from a signal handler."""
-        bm_store(&self.m.abort, 1)
+        bm_store(&self.m.stop.requested, 1)
 
     @property
     def abort_requested(self):
-        return bm_load(&self.m.abort) != 0
+        return bm_load(&self.m.stop.requested) != 0
 
     @property
     def interrupt_pending(self):
@@ -200,7 +170,7 @@ cdef class Streamer:
     def take_interrupt(self):
         """The exception a signal handler raised inside the last graph, or None; clears it and the abort."""
         e, self.interrupted = self.interrupted, None
-        bm_store(&self.m.abort, 0)
+        bm_store(&self.m.stop.requested, 0)
         return e
 
     def reset(self, bint forget):
@@ -218,39 +188,36 @@ cdef class Streamer:
             bm_spin_unlock(&m.index_lock)
 
     def counters(self):
-        """Running totals as a tuple: plans, routed, hits, misses, evictions, rereads, streamed, reads, bytes,
-        plan_ns, stall_ns (over all compute threads), moe_ns. Bytes are of slices, alignment excluded."""
+        """Running totals, by their names in `StreamCounters`. Bytes are of slices, alignment excluded."""
         cdef Moe *m = &self.m
-        if not m.running:
-            return (0,) * 12
-        return (m.n_plans, m.routed, m.cache.hits, m.cache.misses, m.cache.evictions, m.cache.rereads, m.streamed,
-                m.reads, m.bytes, m.plan_ns, bm_load64(&m.stall_ns), m.moe_ns)
+        cdef StreamCounts counts = m.counts
+        cdef CacheCounts cache
+        memset(&cache, 0, sizeof(cache))
+        if m.cache != NULL:
+            cache = m.cache.counts
+        counts.stall_ns = bm_load64(&m.counts.stall_ns)
+        return {**counts, **cache, **m.drop.counts, **m.ahead.counts, **m.time.target,
+                "draft_compute_ns": m.time.draft.compute_ns, "draft_wait_ns": m.time.draft.wait_ns,
+                "draft_manage_ns": m.time.draft.manage_ns, "draft_build_ns": m.time.draft.build_ns}
 
     def begin_graph(self, bint drafting=False):
-        """A graph follows; `drafting`: of the draft source. What is counted by graph, `spent`, needs to be told."""
-        self.m.account = drafting
-        self.m.node_mark = 0
-        self.m.begun_ns = bm_now_ns()
-
-    def spent(self):
-        """Running totals of thread 0's time in graphs, ns: computing (waiting for other compute threads included),
-        waiting for reads, managing the cache, building (from `begin_graph` until the first node is computed); of the
-        target's graphs, then of the draft source's."""
-        cdef Moe *m = &self.m
-        return tuple([m.spent[i][j] for i in range(2) for j in range(SPENT)])
+        """A graph follows; `drafting`: of the draft source. Thread 0's time in graphs is counted for each apart."""
+        self.m.time.graph = &self.m.time.draft if drafting else &self.m.time.target
+        self.m.time.mark = 0
+        self.m.time.begun_ns = bm_now_ns()
 
     def count_uses(self):
         """Counts the routed rows of each expert from now on; see `uses`."""
         cdef Moe *m = &self.m
-        if m.running and m.uses == NULL:
-            m.uses = <int64_t *>calloc(sum(m.layers[i].n_expert for i in range(m.n_layers)) + 1, sizeof(int64_t))
+        if m.running and m.plan.uses == NULL:
+            m.plan.uses = <int64_t *>zeroed(sum([m.layers[i].n_expert for i in range(m.n_layers)]), sizeof(int64_t))
 
     def uses(self):
         """Routed rows of each expert since `count_uses`, a list for each layer; empty where nothing is counted."""
         cdef Moe *m = &self.m
-        if m.uses == NULL:
+        if m.plan.uses == NULL:
             return []
-        return [[m.uses[m.cache.base[i] + e] for e in range(m.layers[i].n_expert)] for i in range(m.n_layers)]
+        return [[m.plan.uses[m.cache.base[i] + e] for e in range(m.layers[i].n_expert)] for i in range(m.n_layers)]
 
     def log_routes(self, bint on):
         """Whether plans are recorded from now on; see `take_routes`."""
@@ -279,41 +246,34 @@ cdef class Streamer:
         layer, self.m.drop.fault = self.m.drop.fault - 1, 0
         return layer if layer >= 0 else None
 
-    def drop_counters(self):
-        """Running totals as a tuple: (layer, position) pairs that were decided, routed experts of these, dropped
-        ones, and the sum over the pairs of the share of the weights that fell."""
-        return (self.m.drop.positions, self.m.drop.routed, self.m.drop.dropped, self.m.drop.mass)
-
     def read_ahead(self, str how="off", bint log=False):
         """What is read before its layer is routed: "next-layer" (what the layer's router makes of the input of the
-        router before it), "previous-token" or "off". `log`: guesses are scored, whether they are acted on or not."""
-        self.m.prefetch = {"off": 0, "next-layer": PREFETCH_NEXT, "previous-token": PREFETCH_PREVIOUS}[how]
-        self.m.predict_log = log
+        router before it) or "off". `log`: guesses are scored, whether they are acted on or not."""
+        self.m.ahead.on = {"off": 0, "next-layer": 1}[how]
+        self.m.ahead.scored = log
 
     def unpredictable(self):
         """Layers seen so far whose router could not be read off the graph, or whose input is gone when the experts
         run: nothing is guessed from or for them."""
+        cdef Router *routers = self.m.ahead.routers
         return [i for i in range(self.m.n_layers)
-                if self.m.routers[i].state < 0 or (self.m.routers[i].state > 0 and not self.m.routers[i].alive)]
+                if routers[i].state < 0 or (routers[i].state > 0 and not routers[i].alive)]
 
-    def prefetch_counters(self):
-        """Running totals as a tuple: experts read ahead, routed experts found among them, guesses taken back before
-        they were read whole, ns spent guessing; then bytes that were used and of these re-reads, bytes that were
-        not, and of these re-reads."""
-        cdef Moe *m = &self.m
-        return (m.prefetch_guesses, m.prefetch_hits, m.prefetch_cancelled, m.guess_ns, m.prefetch_used,
-                m.prefetch_used_rereads, m.prefetch_wasted, m.prefetch_wasted_rereads)
+    def read_ahead_bytes(self):
+        """Running totals of the bytes read ahead: `used` and `wasted`, and of these `used_rereads`, `wasted_rereads`."""
+        return self.m.ahead.bytes
 
     def scores(self):
         """Of the routed experts of decoded tokens, how many were guessed: per layer `{guess: (right, all)}`, for
-        "control" (the layer's own router run again), "next-layer" and "previous-token"."""
-        names = ("control", "next-layer", "previous-token")
-        return [{name: (self.m.scores[(i * SCORES + k) * 2], self.m.scores[(i * SCORES + k) * 2 + 1])
-                 for k, name in enumerate(names)} for i in range(self.m.n_layers)]
+        "control" (the layer's own router run again) and "next-layer"."""
+        cdef int64_t *scores = self.m.ahead.scores
+        names = ("control", "next-layer")
+        return [{name: (scores[(i * SCORES + k) * 2], scores[(i * SCORES + k) * 2 + 1]) for k, name in enumerate(names)}
+                for i in range(self.m.n_layers)]
 
     def lie(self, int shift):
         """Adds `shift` to every guessed expert, modulo their number: for the test that output does not depend on it."""
-        self.m.lie = shift
+        self.m.ahead.lie = shift
 
     def take_positions(self, int n):
         """Bytes read since the last call, by the batch position that was the first to want them: two lists of `n`
@@ -323,11 +283,11 @@ cdef class Streamer:
         cdef int i
         total = [0] * n
         again = [0] * n
-        for i in range(m.n_positions):
-            total[min(i, n - 1)] += m.position_bytes[i]
-            again[min(i, n - 1)] += m.position_rereads[i]
-            m.position_bytes[i] = 0
-            m.position_rereads[i] = 0
+        for i in range(m.positions.n):
+            total[min(i, n - 1)] += m.positions.bytes[i]
+            again[min(i, n - 1)] += m.positions.rereads[i]
+            m.positions.bytes[i] = 0
+            m.positions.rereads[i] = 0
         return total, again
 
     def corrupt(self, int byte=0):
@@ -337,7 +297,7 @@ cdef class Streamer:
         for i in range(m.cache.n_slots):
             if m.cache.slots[i].layer >= 0:
                 # The middle of the first slice's area: weights, whatever the alignment.
-                (<char *>_place_address(m, m.cache.slots[i].layer, m.place[i]))[PAGE + byte] ^= 0x3f
+                (<char *>_place_address(m, m.cache.slots[i].layer, m.slots.place[i]))[PAGE + byte] ^= 0x3f
 
     def close(self):
         """Lets go of everything; the lanes must be idle or closed, the context freed."""
@@ -346,18 +306,15 @@ cdef class Streamer:
             return
         self.closed = 1
         m.running = 0
-        for ptr in (<uintptr_t>m.parts, <uintptr_t>m.layers, <uintptr_t>m.segments, <uintptr_t>m.slot_pending,
-                    <uintptr_t>m.slot_fresh, <uintptr_t>m.uses, <uintptr_t>m.x_fate,
-                    <uintptr_t>m.ring_pending, <uintptr_t>m.ring_free, <uintptr_t>m.q, <uintptr_t>m.tiled,
-                    <uintptr_t>m.x_expert, <uintptr_t>m.x_slot, <uintptr_t>m.x_start, <uintptr_t>m.x_of,
-                    <uintptr_t>m.count, <uintptr_t>m.fill_at, <uintptr_t>m.rows, <uintptr_t>m.x_ring,
-                    <uintptr_t>m.next_chunk, <uintptr_t>m.left_chunks, <uintptr_t>m.n_chunks,
-                    <uintptr_t>m.miss, <uintptr_t>m.x_reread, <uintptr_t>m.position_bytes,
-                    <uintptr_t>m.position_rereads, <uintptr_t>m.drop.gone, <uintptr_t>m.x_place,
-                    <uintptr_t>m.place, <uintptr_t>m.spares, <uintptr_t>m.routers, <uintptr_t>m.guess_scratch,
-                    <uintptr_t>m.guess, <uintptr_t>m.n_guess, <uintptr_t>m.last, <uintptr_t>m.n_last,
-                    <uintptr_t>m.scores):
-            free(<void *><uintptr_t>ptr)
+        _layers_free(m)
+        _walk_free(&m.walk)
+        _scratch_free(&m.scratch)
+        _slots_free(&m.slots)
+        _ring_free(&m.ring)
+        _plan_free(&m.plan)
+        _positions_free(&m.positions)
+        _ahead_free(&m.ahead)
+        drop_free(&m.drop)
         log_free(&m.log)
 
     def __dealloc__(self):

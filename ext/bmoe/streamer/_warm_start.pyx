@@ -9,11 +9,10 @@ only while the engine's own lanes have nothing to do.
 from libc.stdint cimport int64_t
 
 from bmoe.streamer._cache cimport cache_fill, cache_find, cache_hold, cache_release
-from bmoe.streamer._reads cimport Lanes, Pool, Read, bm_load, bm_spin_lock, bm_spin_unlock, pool_submit, pool_wait_idle
+from bmoe.streamer._reads cimport (Lanes, Pool, Read, bm_load, bm_spin_lock, bm_spin_unlock, pool_submit,
+                                   pool_wait_idle, read_init)
 from bmoe.streamer._streamer cimport MAX_PARTS, Moe, Part, Streamer, slice_area
 from bmoe.streamer._route_log cimport LOG_HOLD, LOG_RELEASE, LOG_WARM, log_event
-
-DEF PAGE = 4096
 
 cdef enum:
     LOADED = 0
@@ -30,7 +29,7 @@ cdef int _load(Moe *m, Pool *pool, int layer, int expert, int64_t *nbytes) noexc
     cdef Read reads[MAX_PARTS]
     cdef Part *p
     cdef int i, slot, n = 0, pending = 0
-    cdef int64_t start, total = 0
+    cdef int64_t total = 0
     cdef bint entered
     if bm_load(&m.pool.in_flight) > 0:
         return BUSY
@@ -46,13 +45,7 @@ cdef int _load(Moe *m, Pool *pool, int layer, int expert, int64_t *nbytes) noexc
         return FULL
     for i in range(m.layers[layer].n_parts):
         p = &m.parts[m.layers[layer].first_part + i]
-        start = p.offset + expert * p.nbytes
-        reads[n].file = p.file
-        reads[n].offset = start & ~<int64_t>(PAGE - 1)
-        reads[n].need = start - reads[n].offset + p.nbytes
-        reads[n].length = (reads[n].need + PAGE - 1) & ~<int64_t>(PAGE - 1)
-        reads[n].dst = slice_area(m, p, slot)
-        reads[n].pending = &pending
+        read_init(&reads[n], p.file, p.offset + expert * p.nbytes, p.nbytes, slice_area(m, p, slot), &pending)
         total += p.nbytes
         n += 1
     pending = n
@@ -67,7 +60,7 @@ cdef int _load(Moe *m, Pool *pool, int layer, int expert, int64_t *nbytes) noexc
     nbytes[0] = total
     bm_spin_lock(&m.index_lock)
     entered = cache_fill(m.cache, layer, expert, slot)
-    m.slot_fresh[slot] = entered
+    m.slots.fresh[slot] = entered
     log_event(&m.log, LOG_WARM, layer, expert)
     bm_spin_unlock(&m.index_lock)
     return LOADED if entered else RESIDENT
@@ -113,6 +106,6 @@ cdef class Loader:
 
     def used(self):
         """How many of the experts that were loaded have been used since."""
-        return self.streamer.m.fresh_used
+        return self.streamer.m.slots.fresh_used
 
 

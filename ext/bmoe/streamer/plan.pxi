@@ -1,100 +1,134 @@
-# The plan of a layer: which routed experts are there, where the others go, and the reads. Included by moe.pyx.
+# The plan of a layer: which routed experts are there, where the others go, and the reads. Included by _streamer.pyx.
 
-cdef inline int64_t _place_address(Moe *m, int layer, int place) noexcept nogil:
-    cdef Layer *l = &m.layers[layer]
-    return l.base + (place - l.first) * l.stride
+cdef int _plan_init(Plan *plan, int max_expert) except -1:
+    _plan_free(plan)
+    plan.max_expert = max_expert
+    plan.expert = <int *>zeroed(max_expert, sizeof(int))
+    plan.slot = <int *>zeroed(max_expert, sizeof(int))
+    plan.place = <int *>zeroed(max_expert, sizeof(int))
+    plan.fate = <unsigned char *>zeroed(max_expert, 1)
+    plan.reread = <unsigned char *>zeroed(max_expert, 1)
+    plan.miss = <int *>zeroed(max_expert, sizeof(int))
+    plan.index_of = <int *>zeroed(max_expert, sizeof(int))
+    plan.count = <int *>zeroed(max_expert, sizeof(int))
+    plan.start = <int *>zeroed(max_expert + 1, sizeof(int))
+    plan.fill_at = <int *>zeroed(max_expert, sizeof(int))
+    plan.area = <int *>zeroed(MAX_PARTS * max_expert, sizeof(int))
+    plan.next_chunk = <int *>zeroed(MAX_PARTS * max_expert, sizeof(int))
+    plan.left_chunks = <int *>zeroed(MAX_PARTS * max_expert, sizeof(int))
+    plan.n_chunks = <int *>zeroed(MAX_PARTS * max_expert, sizeof(int))
+    return 0
 
 
-cdef char *slice_area(Moe *m, Part *p, int slot) noexcept nogil:
-    return <char *>(_place_address(m, p.layer, m.place[slot]) + p.area)
+cdef void _plan_free(Plan *plan) noexcept nogil:
+    free(plan.expert)
+    free(plan.slot)
+    free(plan.place)
+    free(plan.fate)
+    free(plan.reread)
+    free(plan.miss)
+    free(plan.index_of)
+    free(plan.count)
+    free(plan.start)
+    free(plan.fill_at)
+    free(plan.rows)
+    free(plan.area)
+    free(plan.next_chunk)
+    free(plan.left_chunks)
+    free(plan.n_chunks)
+    free(plan.uses)
+    memset(plan, 0, sizeof(Plan))
 
 
-cdef inline bint _ready(Moe *m, Part *p, int x) noexcept nogil:
-    cdef int place = m.x_place[x], r
-    if place >= 0:
-        return bm_load(&m.slot_pending[place * MAX_PARTS + p.slice_]) <= 0
-    r = bm_load(&m.x_ring[p.order * m.max_expert + x])
-    return r >= 0 and bm_load(&m.ring_pending[r]) <= 0
+cdef bint _plan_reserve(Plan *plan, int n_rows) noexcept nogil:
+    # Room for the rows of a batch; grows, never shrinks.
+    if n_rows > plan.room:
+        free(plan.rows)
+        plan.rows = <int32_t *>malloc(sizeof(int32_t) * 2 * n_rows)
+        plan.room = n_rows if plan.rows != NULL else 0
+    return plan.room >= n_rows
 
 
-cdef inline char *_slice(Moe *m, Part *p, int x) noexcept nogil:
-    cdef int64_t at = (p.offset + m.x_expert[x] * p.nbytes) & (PAGE - 1)
-    if m.x_place[x] >= 0:
-        return <char *>(_place_address(m, p.layer, m.x_place[x]) + p.area + at)
-    return <char *>(m.ring_base + m.x_ring[p.order * m.max_expert + x] * m.ring_stride + at)
+cdef bint _positions_reserve(Positions *p, int n) noexcept nogil:
+    if n > p.n:
+        _positions_free(p)
+        p.bytes = <int64_t *>calloc(n, sizeof(int64_t))
+        p.rereads = <int64_t *>calloc(n, sizeof(int64_t))
+        p.n = n if p.bytes != NULL and p.rereads != NULL else 0
+    return p.n >= n
+
+
+cdef void _positions_free(Positions *p) noexcept nogil:
+    free(p.bytes)
+    free(p.rereads)
+    memset(p, 0, sizeof(Positions))
 
 
 cdef void _issue(Moe *m) noexcept nogil:
     # Queues the next reads of the layer, in the order in which the graph will want them, until one has to
     # wait for a staging area.
+    cdef Plan *plan = &m.plan
     cdef Read reads[BATCH]
     cdef int n = 0, x, place, r, at
     cdef Part *p
-    cdef int64_t start, first
     cdef char *dst
-    bm_spin_lock(&m.issue_lock)
-    while m.issue_order < m.plan_segment.n:
-        if m.issue_at == m.n_miss:
-            m.issue_order += 1
-            m.issue_at = 0
+    cdef int *pending
+    bm_spin_lock(&plan.issue_lock)
+    while plan.issue_order < plan.segment.n:
+        if plan.issue_at == plan.n_miss:
+            plan.issue_order += 1
+            plan.issue_at = 0
             continue
-        x = m.miss[m.issue_at]
-        p = &m.parts[m.plan_segment.part[m.issue_order]]
-        place = m.x_place[x]
+        x = plan.miss[plan.issue_at]
+        p = &m.parts[plan.segment.part[plan.issue_order]]
+        place = plan.place[x]
         if place >= 0:
             dst = <char *>(_place_address(m, p.layer, place) + p.area)
-            reads[n].pending = &m.slot_pending[place * MAX_PARTS + p.slice_]
+            pending = &m.slots.pending[place * MAX_PARTS + p.slice_]
         else:
-            if m.n_ring_free == 0:
+            if m.ring.n_empty == 0:
                 break
-            m.n_ring_free -= 1
-            r = m.ring_free[m.n_ring_free]
-            bm_store(&m.ring_pending[r], 1)
-            dst = <char *>(m.ring_base + r * m.ring_stride)
-            reads[n].pending = &m.ring_pending[r]
-            bm_store(&m.x_ring[p.order * m.max_expert + x], r)
-        start = p.offset + m.x_expert[x] * p.nbytes
-        first = start & ~<int64_t>(PAGE - 1)
-        reads[n].file = p.file
-        reads[n].offset = first
-        reads[n].need = start - first + p.nbytes
-        reads[n].length = (reads[n].need + PAGE - 1) & ~<int64_t>(PAGE - 1)
-        reads[n].dst = dst
-        m.bytes += p.nbytes
-        m.reads += 1
+            m.ring.n_empty -= 1
+            r = m.ring.empty[m.ring.n_empty]
+            bm_store(&m.ring.pending[r], 1)
+            dst = <char *>(m.ring.base + r * m.ring.stride)
+            pending = &m.ring.pending[r]
+            bm_store(&plan.area[p.order * plan.max_expert + x], r)
+        read_init(&reads[n], p.file, p.offset + plan.expert[x] * p.nbytes, p.nbytes, dst, pending)
+        m.counts.bytes += p.nbytes
+        m.counts.reads += 1
         # An expert wanted by several positions is charged to the earliest, whose row comes first.
-        at = m.rows[2 * m.x_start[x] + 1]
-        m.position_bytes[at] += p.nbytes
-        if m.x_reread[x]:
-            m.position_rereads[at] += p.nbytes
-        m.issue_at += 1
+        at = plan.rows[2 * plan.start[x] + 1]
+        m.positions.bytes[at] += p.nbytes
+        if plan.reread[x]:
+            m.positions.rereads[at] += p.nbytes
+        plan.issue_at += 1
         n += 1
         if n == BATCH:
             pool_submit(m.pool, reads, n)
             n = 0
     pool_submit(m.pool, reads, n)
-    bm_spin_unlock(&m.issue_lock)
+    bm_spin_unlock(&plan.issue_lock)
 
 
 cdef void _settle(Moe *m) noexcept nogil:
     # Ends a plan that was left in the middle (an abort, an error): no read is under way afterwards and no
     # slot claims an expert that was not read.
+    cdef Plan *plan = &m.plan
     cdef int o, i, x
-    if m.plan_segment != NULL and m.issue_order < m.plan_segment.n:
-        for o in range(m.issue_order, m.plan_segment.n):
-            for i in range(m.issue_at if o == m.issue_order else 0, m.n_miss):
-                x = m.miss[i]
-                if m.x_slot[x] >= 0:
+    if plan.segment != NULL and plan.issue_order < plan.segment.n:
+        for o in range(plan.issue_order, plan.segment.n):
+            for i in range(plan.issue_at if o == plan.issue_order else 0, plan.n_miss):
+                x = plan.miss[i]
+                if plan.slot[x] >= 0:
                     bm_spin_lock(&m.index_lock)
-                    if m.cache.slots[m.x_slot[x]].layer >= 0:
-                        log_event(&m.log, LOG_FORGET, m.plan_layer, m.x_expert[x])
-                    cache_forget(m.cache, m.x_slot[x])
+                    if m.cache.slots[plan.slot[x]].layer >= 0:
+                        log_event(&m.log, LOG_FORGET, plan.layer, plan.expert[x])
+                    cache_forget(m.cache, plan.slot[x])
                     bm_spin_unlock(&m.index_lock)
-        m.issue_order = m.plan_segment.n
+        plan.issue_order = plan.segment.n
     _prefetch_forget(m)
-    m.n_ring_free = m.n_ring
-    for i in range(m.n_ring):
-        m.ring_free[i] = i
+    _ring_clear(&m.ring)
 
 
 cdef inline int32_t _id(bm_tensor *ids, int64_t i, int64_t token) noexcept nogil:
@@ -108,143 +142,170 @@ cdef inline int32_t _wanted(Moe *m, bm_tensor *ids, int64_t i, int64_t token) no
     return _id(ids, i, token)
 
 
-cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
-    cdef bm_tensor *ids = dst.src[2]
-    cdef Layer *l = &m.layers[p.layer]
-    cdef Cache *c = m.cache
-    cdef int64_t n_used = ids.ne[0], n_tok = ids.ne[1], tok, i
-    cdef int e, x, s, n_x = 0, n_keep, at, o, nc, r, ahead
-    cdef bint wide
-    cdef Part *q
-    cdef int64_t t0 = bm_now_ns(), misses_before = c.misses
-    if ((not m.n_spares and bm_load(&m.pool.in_flight) > 0)
-            or (m.plan_segment != NULL and m.issue_order < m.plan_segment.n)):
-        _settle(m)
-    m.epoch += 1
-    m.plan_layer = p.layer
-    m.plan_segment = p.segment
-    bm_spin_lock(&m.index_lock)
-    if m.log.on:
-        log_plan(&m.log, p.layer, ids, p.segment.weights)
-    if m.drop.threshold > 0 and not drop_plan(&m.drop, c, p.layer, ids, p.segment.weights, m.x_of):
-        bm_store(&m.abort, 1)  # nothing falls, and the graph ends with this node
-    memset(m.count, 0, sizeof(int) * l.n_expert)
-    cache_begin(c, p.layer, <int>n_tok)
-    for tok in range(n_tok):
-        for i in range(n_used):
-            # Votes are for what the router asked for, dropped or not.
-            cache_note(c, p.layer, <int>n_tok, <int>tok, _id(ids, i, tok))
+cdef inline void _note_votes(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
+    # What the router asked for, dropped or not.
+    cdef int64_t tok, i
+    cache_begin(m.cache, layer, <int>ids.ne[1])
+    for tok in range(ids.ne[1]):
+        for i in range(ids.ne[0]):
+            cache_note(m.cache, layer, <int>ids.ne[1], <int>tok, _id(ids, i, tok))
+    cache_score(m.cache, layer)
+
+
+cdef inline void _select_experts(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
+    # Distinct experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
+    cdef Plan *plan = &m.plan
+    cdef int64_t tok, i
+    cdef int e, n = 0
+    memset(plan.count, 0, sizeof(int) * m.layers[layer].n_expert)
+    for e in range(m.layers[layer].n_expert):
+        plan.index_of[e] = -1
+    for tok in range(ids.ne[1] - 1, -1, -1):
+        for i in range(ids.ne[0]):
             e = _wanted(m, ids, i, tok)
-            if e >= 0:
-                m.count[e] += 1
-    cache_score(c, p.layer)
-    # Experts by last use, the latest token's first: what a wide batch keeps, and the order of recency.
-    for e in range(l.n_expert):
-        m.x_of[e] = -1
-    for tok in range(n_tok - 1, -1, -1):
-        for i in range(n_used):
-            e = _wanted(m, ids, i, tok)
-            if e >= 0 and m.x_of[e] < 0:
-                m.x_of[e] = n_x
-                m.x_expert[n_x] = e
-                n_x += 1
-    m.n_x = n_x
-    wide = n_tok > 1 and n_x > l.quota
-    n_keep = l.quota if wide else n_x
-    # Resident experts are pinned before any slot is given away.
-    for x in range(n_x):
-        s = cache_find(c, p.layer, m.x_expert[x])
-        m.x_slot[x] = s
-        m.x_place[x] = m.place[s] if s >= 0 else -1
+            if e < 0:
+                continue
+            plan.count[e] += 1
+            if plan.index_of[e] < 0:
+                plan.index_of[e] = n
+                plan.expert[n] = e
+                n += 1
+    plan.n = n
+
+
+cdef inline void _place_experts(Moe *m, int layer, int n_tok) noexcept nogil:
+    # Slots: of a batch that routes more than its quota, only the first experts are offered one.
+    cdef Plan *plan = &m.plan
+    cdef int quota = m.layers[layer].quota
+    cdef bint wide = n_tok > 1 and plan.n > quota
+    cdef int x, s
+    cache_place(m.cache, layer, plan.expert, plan.n, quota if wide else plan.n, plan.epoch, plan.slot,
+                plan.fate, plan.reread)
+    for x in range(plan.n):
+        s = plan.slot[x]
+        plan.place[x] = m.slots.place[s] if s >= 0 else -1
         if s >= 0:
-            c.slots[s].pin = m.epoch
-            c.hits += 1
-    if m.log.on:
-        for x in range(n_x):
-            m.x_fate[x] = 1 if m.x_slot[x] >= 0 else 0
-            if m.n_spares and not m.x_fate[x] and _spare_find(m, p.layer, m.x_expert[x]) >= 0:
-                m.x_fate[x] = 2
-        log_outcome(&m.log, m.x_of, m.x_fate, m.drop.gone if m.drop.n_gone else NULL)
-    # Where slots are short, the latest used are the first to be offered one.
-    m.n_miss = 0
-    for x in range(n_x):
-        e = m.x_expert[x]
-        s = m.x_slot[x]
-        if s >= 0:
-            m.fresh_used += m.slot_fresh[s]
-            m.slot_fresh[s] = 0
+            if plan.fate[x]:
+                m.slots.fresh_used += m.slots.fresh[s]
+            m.slots.fresh[s] = 0
+
+
+cdef inline void _log_outcome(Moe *m, int layer) noexcept nogil:
+    cdef Plan *plan = &m.plan
+    cdef int x
+    for x in range(plan.n):
+        if m.ahead.n_spares and not plan.fate[x] and _spare_find(m, layer, plan.expert[x]) >= 0:
+            plan.fate[x] = 2
+    log_outcome(&m.log, plan.index_of, plan.fate, m.drop.gone if m.drop.n_gone else NULL)
+
+
+cdef inline void _find_misses(Moe *m, Segment *g, int layer) noexcept nogil:
+    # What has to be read: misses that no guess has read, or is reading, ahead.
+    cdef Plan *plan = &m.plan
+    cdef int x, s, o, ahead
+    plan.n_miss = 0
+    for x in range(plan.n):
+        if plan.fate[x] == 1:
             continue
-        c.misses += 1
-        ahead = _spare_find(m, p.layer, e) if m.n_spares else -1
-        m.x_reread[x] = cache_seen(c, p.layer, e)
-        if ahead < 0 or m.spares[ahead].open:
-            c.rereads += m.x_reread[x]
-        s = cache_admit(c, p.layer, e, m.epoch) if x < n_keep else -1
-        m.x_slot[x] = s
-        if s >= 0:
-            m.slot_fresh[s] = 0
+        s = plan.slot[x]
+        ahead = _spare_find(m, layer, plan.expert[x]) if m.ahead.n_spares else -1
+        if ahead < 0 or m.ahead.spares[ahead].open:
+            m.cache.counts.rereads += plan.reread[x]
         if ahead >= 0:
-            # On its way or there already, read as a guess.
             _prefetch_claim(m, ahead)
-            m.x_place[x] = m.spares[ahead].place
+            plan.place[x] = m.ahead.spares[ahead].place
             if s >= 0:
                 _prefetch_swap(m, ahead, s)
             continue
         if s >= 0:
-            m.x_place[x] = m.place[s]
-            for o in range(p.segment.n):
-                bm_store(&m.slot_pending[m.place[s] * MAX_PARTS + m.parts[p.segment.part[o]].slice_], 1)
+            for o in range(g.n):
+                bm_store(&m.slots.pending[plan.place[x] * MAX_PARTS + m.parts[g.part[o]].slice_], 1)
         else:
-            m.streamed += 1
-        m.miss[m.n_miss] = x
-        m.n_miss += 1
-    if m.n_spares:
-        _prefetch_leftovers(m, p.layer)
-    if m.prefetch or m.predict_log:
-        _note_routes(m, p.layer, ids, <int>(c.misses - misses_before))
-    # Recency is that of use, whether an expert was read or not.
-    for x in range(n_keep - 1, -1, -1):
-        if m.x_slot[x] >= 0:
-            cache_touch(c, m.x_slot[x])
-    bm_spin_unlock(&m.index_lock)
+            m.counts.streamed += 1
+        plan.miss[plan.n_miss] = x
+        plan.n_miss += 1
+    if m.ahead.n_spares:
+        _prefetch_leftovers(m, layer)
+
+
+cdef inline void _sort_rows(Moe *m, int layer, bm_tensor *ids) noexcept nogil:
     # Rows by expert, then those that fell.
-    at = 0
-    for x in range(n_x):
-        m.x_start[x] = at
-        m.fill_at[x] = at
-        at += m.count[m.x_expert[x]]
-        if m.uses != NULL:
-            m.uses[c.base[p.layer] + m.x_expert[x]] += m.count[m.x_expert[x]]
-    m.x_start[n_x] = at
-    for tok in range(n_tok):
-        for i in range(n_used):
+    cdef Plan *plan = &m.plan
+    cdef int64_t tok, i
+    cdef int x, e, r, at = 0
+    for x in range(plan.n):
+        plan.start[x] = at
+        plan.fill_at[x] = at
+        at += plan.count[plan.expert[x]]
+        if plan.uses != NULL:
+            plan.uses[m.cache.base[layer] + plan.expert[x]] += plan.count[plan.expert[x]]
+    plan.start[plan.n] = at
+    for tok in range(ids.ne[1]):
+        for i in range(ids.ne[0]):
             e = _wanted(m, ids, i, tok)
             if e >= 0:
-                x = m.x_of[e]
-                r = m.fill_at[x]
-                m.fill_at[x] += 1
+                x = plan.index_of[e]
+                r = plan.fill_at[x]
+                plan.fill_at[x] += 1
             else:
                 r = at
                 at += 1
-            m.rows[2 * r] = <int32_t>i
-            m.rows[2 * r + 1] = <int32_t>tok
-    for o in range(p.segment.n):
-        q = &m.parts[p.segment.part[o]]
-        for x in range(n_x):
-            nc = TILED_CHUNK_ROWS if m.x_start[x + 1] - m.x_start[x] >= 8 else CHUNK_ROWS
-            nc = <int>((q.tensor.ne[1] + nc - 1) // nc)
-            m.n_chunks[o * m.max_expert + x] = nc
-            m.left_chunks[o * m.max_expert + x] = nc
-            m.next_chunk[o * m.max_expert + x] = 0
-            m.x_ring[o * m.max_expert + x] = -1
-    m.issue_order = 0
-    m.issue_at = 0
-    m.routed += n_used * n_tok
-    m.n_plans += 1
-    m.plan_ns += bm_now_ns() - t0
+            plan.rows[2 * r] = <int32_t>i
+            plan.rows[2 * r + 1] = <int32_t>tok
+
+
+cdef inline void _cut_chunks(Moe *m, Segment *g) noexcept nogil:
+    # Units of work of each matmul and expert, for whichever thread takes them.
+    cdef Plan *plan = &m.plan
+    cdef int o, x, at
+    cdef int64_t height, n_rows
+    for o in range(g.n):
+        n_rows = m.parts[g.part[o]].tensor.ne[1]
+        for x in range(plan.n):
+            height = TILED_CHUNK_ROWS if plan.start[x + 1] - plan.start[x] >= 8 else CHUNK_ROWS
+            at = o * plan.max_expert + x
+            plan.n_chunks[at] = <int>((n_rows + height - 1) // height)
+            plan.left_chunks[at] = plan.n_chunks[at]
+            plan.next_chunk[at] = 0
+            plan.area[at] = -1
+
+
+cdef void _make_plan(Moe *m, Part *p, bm_tensor *dst) noexcept nogil:
+    # Run by thread 0 at the first matmul of a layer: who computes what from where, and the reads for it.
+    cdef Plan *plan = &m.plan
+    cdef bm_tensor *ids = dst.src[2]
+    cdef int n_tok = <int>ids.ne[1]
+    cdef int64_t t0 = bm_now_ns(), misses_before = m.cache.counts.misses
+    if ((not m.ahead.n_spares and bm_load(&m.pool.in_flight) > 0)
+            or (plan.segment != NULL and plan.issue_order < plan.segment.n)):
+        _settle(m)
+    plan.epoch += 1
+    plan.layer = p.layer
+    plan.segment = p.segment
+    bm_spin_lock(&m.index_lock)
+    if m.log.on:
+        log_plan(&m.log, p.layer, ids, p.segment.weights)
+    if m.drop.threshold > 0 and not drop_plan(&m.drop, m.cache, p.layer, ids, p.segment.weights, plan.index_of):
+        bm_store(&m.stop.requested, 1)  # nothing falls, and the graph ends with this node
+    _note_votes(m, p.layer, ids)
+    _select_experts(m, p.layer, ids)
+    _place_experts(m, p.layer, n_tok)
+    if m.log.on:
+        _log_outcome(m, p.layer)
+    _find_misses(m, p.segment, p.layer)
+    if m.ahead.on or m.ahead.scored:
+        _note_routes(m, p.layer, ids, <int>(m.cache.counts.misses - misses_before))
+    bm_spin_unlock(&m.index_lock)
+    _sort_rows(m, p.layer, ids)
+    _cut_chunks(m, p.segment)
+    plan.issue_order = 0
+    plan.issue_at = 0
+    m.counts.routed += ids.ne[0] * ids.ne[1]
+    m.counts.plans += 1
+    m.counts.plan_ns += bm_now_ns() - t0
     _issue(m)
-    _spend(m, SPENT_MANAGE, &t0)
+    _spend(&m.time.graph.manage_ns, &t0)
     if not m.overlap:
         pool_wait_idle(m.pool)
-        bm_add64(&m.stall_ns, (bm_now_ns() - t0) * m.n_threads)
-        _spend(m, SPENT_WAIT, &t0)
+        bm_add64(&m.counts.stall_ns, (bm_now_ns() - t0) * m.n_threads)
+        _spend(&m.time.graph.wait_ns, &t0)

@@ -1,4 +1,4 @@
-# Giving up slots by votes. Included by cache.pyx.
+# Giving up slots by votes: scores of what each layer has, and empty slots aside. Included by _cache.pyx.
 
 cdef inline int64_t _key(int score, int expert) noexcept nogil:
     # Of two equal scores the higher expert is given up first: one order, whatever the history.
@@ -20,6 +20,44 @@ cdef void _take_out(Cache *c, int layer, int at) noexcept nogil:
     c.keys[c.base[layer] + at] = c.keys[last]
     c.n_kept[layer] -= 1
     _find_lowest(c, layer)
+
+
+cdef void _score_by_votes(Cache *c, int layer) noexcept nogil:
+    cdef int i, e
+    votes_compare(&c.votes, layer)
+    for i in range(c.base[layer], c.base[layer] + c.n_kept[layer]):
+        e = c.slots[c.kept[i]].expert
+        c.keys[i] = _key(votes_of(&c.votes, e), e)
+    _find_lowest(c, layer)
+
+
+cdef inline int _hold_by_votes(Cache *c, Class *k) noexcept nogil:
+    cdef int s = k.empty
+    if s >= 0:
+        k.empty = c.slots[s].next_empty
+    return s
+
+
+cdef inline void _empty_by_votes(Cache *c, Class *k, int slot) noexcept nogil:
+    c.slots[slot].next_empty = k.empty
+    k.empty = slot
+
+
+cdef void _fill_by_votes(Cache *c, int layer, int expert, int slot) noexcept nogil:
+    # Nobody has voted for it yet; it is judged with the others when its layer is routed.
+    cdef int at = c.base[layer] + c.n_kept[layer]
+    c.kept[at] = slot
+    c.keys[at] = _key(0, expert)
+    c.n_kept[layer] += 1
+    _find_lowest(c, layer)
+
+
+cdef void _forget_by_votes(Cache *c, int layer, int slot) noexcept nogil:
+    cdef int at = 0
+    while c.kept[c.base[layer] + at] != slot:
+        at += 1
+    _take_out(c, layer, at)
+    _empty_by_votes(c, &c.classes[c.cls[layer]], slot)
 
 
 cdef int _unpinned(Cache *c, int layer, int epoch) noexcept nogil:
@@ -55,22 +93,21 @@ cdef int _give_up(Cache *c, int layer, int score, int epoch) noexcept nogil:
     s = c.kept[c.base[from_layer] + from_at]
     _take_out(c, from_layer, from_at)
     c.table[c.base[from_layer] + c.slots[s].expert] = -1
-    c.evictions += 1
+    c.counts.evictions += 1
     return s
 
 
 cdef int _admit_by_votes(Cache *c, int layer, int expert, int epoch) noexcept nogil:
     cdef Class *k = &c.classes[c.cls[layer]]
-    cdef int s = k.head, score = votes_of(&c.votes, expert) if c.scoring else 0
-    cdef int at = c.base[layer] + c.n_kept[layer]
+    cdef int s = _hold_by_votes(c, k), score = votes_of(&c.votes, expert) if c.scoring else 0
+    cdef int at
     if s >= 0:
-        k.head = c.slots[s].next
         c.n_resident += 1
     else:
         s = _give_up(c, layer, score, epoch)
         if s < 0:
             return -1
-        at = c.base[layer] + c.n_kept[layer]
+    at = c.base[layer] + c.n_kept[layer]
     c.slots[s].layer = layer
     c.slots[s].expert = expert
     c.slots[s].pin = epoch
