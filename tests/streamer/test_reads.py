@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,3 +304,27 @@ def test_a_file_that_shrinks_while_running(tiny: Tiny, tmp_path: Path, open_engi
         drive(engine, B, 8)
     path.write_bytes(whole)
     assert not differences(drive(engine, A, 8)[0], before)
+
+
+def test_lanes_in_a_fork_read_nothing_and_hang_nowhere(file: Path, data: bytes, region: _memory.Region) -> None:
+    """Its threads are not there: a use is an error at once, closing ends, and the parent reads on."""
+    lanes, read = Lanes([str(file)], 2), window(0, 0, PAGE, region.address)
+    lanes.read_windows([read])
+    pid = os.fork()
+    if pid == 0:
+        said = 0
+        try:
+            signal.alarm(10)
+            for use in (lambda: lanes.read_windows([read]), lanes.clear_failure):
+                try:
+                    use()
+                except ReadError as e:
+                    said += "of which this one is a fork" in str(e)
+            lanes.close()
+            del lanes
+        finally:
+            os._exit(said)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    lanes.read_windows([read])
+    assert memory(region, 0, PAGE) == data[:PAGE]
+    lanes.close()

@@ -77,6 +77,7 @@ cdef struct Pool:
     pthread_mutex_t lock
     pthread_cond_t work
     int has_lock
+    int process       # whose threads the lanes are: in a fork of it there are none, and the lock may be held for ever
     Read *queue
     int capacity      # a power of two
     unsigned int head

@@ -15,7 +15,7 @@ from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memset
 from posix.fcntl cimport O_RDONLY, open as c_open
-from posix.unistd cimport close as c_close
+from posix.unistd cimport close as c_close, getpid
 
 from bmoe.errors import ModelError, ReadError
 from bmoe.streamer._alloc cimport zeroed
@@ -143,6 +143,7 @@ cdef class Lanes:
         cdef int n = len(windows), i
         cdef int pending = n
         cdef Read *reads
+        self.check_process()
         if not self.pool.n_lanes:
             raise ReadError("the read lanes are closed")
         if not n:
@@ -178,7 +179,13 @@ cdef class Lanes:
         if message is not None:
             raise ReadError(message)
 
+    def check_process(self):
+        """Raises ReadError in a fork of the process that has the lanes' threads: nobody would read there."""
+        if _forked(&self.pool):
+            raise ReadError(f"the read lanes are threads of process {self.pool.process}, of which this one is a fork")
+
     def clear_failure(self):
+        self.check_process()
         with nogil:
             pool_wait_idle(&self.pool)
         bm_store(&self.pool.failed, 0)
@@ -229,10 +236,13 @@ cdef class Lanes:
         return now
 
     def close(self):
-        """Finishes what is queued, joins the threads and closes the files. May be called twice."""
+        """Finishes what is queued, joins the threads and closes the files. May be called twice.
+
+        In a fork there is nothing to join: the files are closed.
+        """
         cdef int i
         cdef Pool *p = &self.pool
-        if p.n_lanes:
+        if p.n_lanes and not _forked(p):
             with nogil:
                 pthread_mutex_lock(&p.lock)
                 p.stop = 1
@@ -240,7 +250,7 @@ cdef class Lanes:
                 pthread_mutex_unlock(&p.lock)
                 for i in range(p.n_lanes):
                     pthread_join(p.threads[i], NULL)
-            p.n_lanes = 0
+        p.n_lanes = 0
         if p.files != NULL:
             for i in range(p.n_files):
                 if p.files[i].fd >= 0:

@@ -14,7 +14,12 @@ cdef int _pool_init(Pool *p, int n_files, int n_lanes) except -1:
     pthread_mutex_init(&p.lock, NULL)
     pthread_cond_init(&p.work, NULL)
     p.has_lock = 1
+    p.process = getpid()
     return 0
+
+
+cdef inline bint _forked(Pool *p) noexcept nogil:
+    return p.process != getpid()
 
 
 cdef void _pool_free(Pool *p) noexcept nogil:
@@ -23,7 +28,7 @@ cdef void _pool_free(Pool *p) noexcept nogil:
     free(p.queue)
     free(p.threads)
     free(p.io)
-    if p.has_lock:
+    if p.has_lock and not _forked(p):  # a condition that lanes wait for is not to be destroyed
         pthread_mutex_destroy(&p.lock)
         pthread_cond_destroy(&p.work)
     memset(p, 0, sizeof(Pool))
