@@ -16,12 +16,12 @@ import pytest
 # Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import reference
-from tiny_models import write_tiny
-from tiny_mtp import TinyMtp, write_tiny_mtp
+from mtp_heads import TinyMtp
 
 import bmoe
 import bmoe.engine.engine
+from bench import reference
+from bench.models.tiny import write_tiny, write_tiny_mtp
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file

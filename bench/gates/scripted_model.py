@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tiny_models import write_tiny
-
 import bmoe
 import bmoe.engine.engine
 from bench.gates import scripts
+from bench.models.tiny import write_tiny
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file

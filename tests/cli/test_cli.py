@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from cli_process import Finished, environment, run, start
 from gguf_edit import Gguf
-from tiny_models import SPECIALS, vocabulary
 
 import bmoe
+from bench.models.tiny import SPECIALS, vocabulary
 from bmoe.cli import main
 from bmoe.engine import demo
 

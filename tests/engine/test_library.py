@@ -13,10 +13,11 @@ from types import FrameType
 
 import pytest
 from conftest import OpenEngine, Resident, Tiny, in_a_process
-from reference import Resident as ResidentModel
-from reference import Run, differences, drive, prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
+from bench.reference import Resident as ResidentModel
+from bench.reference import Run, differences, drive
 
 A, B = prompt_ids(64, seed=1), prompt_ids(30, seed=2)
 N = 8

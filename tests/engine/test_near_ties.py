@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reference import prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.speculation import draft_width
 from bmoe.speculation.drafting import DraftSpec, ModConfig, NgramConfig, make_drafter
 from bmoe.speculation.verify import Tokens

@@ -16,10 +16,11 @@ from cli_process import ROOT, Finished, run, start
 from conftest import OpenEngine, Tiny
 from gguf_edit import Gguf
 from llama_cpp import llama_cpp as C
-from reference import Logits, Resident, prompt_ids
 
 import bmoe
 import bmoe.engine.engine
+from bench.models.tiny import prompt_ids
+from bench.reference import Logits, Resident
 from bmoe.engine import demo
 from bmoe.engine.scoring import Tally, Window, surprise, windows
 from bmoe.errors import UsageError

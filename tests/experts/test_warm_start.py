@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from cli_process import run, start
 from conftest import Cache, OpenEngine, Tiny
-from reference import prompt_ids
 
 import bmoe
 import bmoe.cli.summary
+from bench.models.tiny import prompt_ids
 from bmoe.analysis.replay import CacheReplay
 from bmoe.analysis.route_trace import read_trace
 from bmoe.errors import UsageError

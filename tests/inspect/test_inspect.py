@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from cli_process import Finished, run, start
 from gguf import GGUFReader
-from tiny_models import ARCHES
-from tiny_mtp import TinyMtp
+from mtp_heads import TinyMtp
 
 import bmoe
 import bmoe.engine.engine
 import bmoe.inspect.inspection
+from bench.models.tiny import ARCHES
 from bmoe.cli import inspect_view, main
 from bmoe.engine import demo
 from bmoe.engine.config import EngineConfig

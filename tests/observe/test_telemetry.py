@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cli_process import run, start
 from conftest import OpenEngine, Tiny
-from tiny_mtp import TinyMtp
+from mtp_heads import TinyMtp
 
 import bmoe
 from bmoe.accounting.timing import GRAPH, LOOP, OUTPUT, Clock, TimeSplit

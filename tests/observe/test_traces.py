@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from cli_process import environment, run, start
 from conftest import Cache, OpenEngine, Tiny
-from reference import Resident, prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
+from bench.reference import Resident
 from bmoe.analysis import io_trace
 from bmoe.analysis.replay import CacheReplay, Tally
 from bmoe.analysis.route_trace import RouteTrace, TraceError, read_trace

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from conftest import OpenEngine, Tiny
-from reference import prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.speculation.drafting import DraftSpec, MapConfig, ModConfig
 from bmoe.speculation.verify import Tokens
 
