@@ -1,1 +1,1 @@
-"""Measurements of bmoe: gates/ fail, studies/ print, models/ has what both run on, reference what they compare with."""
+"""Measurements of bmoe: gates/ fail, studies/ print; models/, reference and harness are what they run on and share."""
