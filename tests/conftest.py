@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from machine import Machine
 
 # Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -26,6 +27,7 @@ from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file
 
+SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
 Tiny = Callable[..., Path]
 Resident = Callable[..., list[reference.Run]]
 OpenEngine = Callable[..., bmoe.Engine]
@@ -45,6 +47,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return written[key]
 
     return write
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """An invented machine without limits."""
+    return Machine(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def moe(tiny: Tiny) -> Path:
+    """The smallest model that streams; a file whose tests need another has its own of that name."""
+    return tiny("qwen3moe", **SMALL)
 
 
 @pytest.fixture(scope="session")

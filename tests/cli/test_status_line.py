@@ -11,7 +11,6 @@ import termios
 from pathlib import Path
 from typing import Any
 
-import pytest
 from cli_process import environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,11 +102,6 @@ def on_a_terminal(path: Path, *flags: str, columns: int = 60, out: bool = True) 
     os.close(ours)
     assert process.returncode == 0
     return shown.decode("utf-8", "replace"), (text or b"").decode()
-
-
-@pytest.fixture(scope="module")
-def moe(tiny: Any) -> Path:
-    return tiny("qwen3moe", n_layer=2, n_embd=64, n_ff=32, n_expert=4)
 
 
 if not hasattr(termios, "tcsetwinsize"):  # Python 3.10

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from generating import generate
 
 import bmoe
 from bench.models.tiny import prompt_ids
@@ -39,14 +40,11 @@ def engine() -> Iterator[bmoe.Engine]:
         yield engine
 
 
-def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
+def drafted(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
     engine.drafter, engine.pace = make_drafter(spec), draft_width.make_pace(spec.policy)
     engine.context.clear()
     engine.cached_ids.clear()
-    generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
-    for _ in generation:
-        pass
-    return generation.result
+    return generate(engine, prompt, N)
 
 
 def margin(engine: bmoe.Engine, prompt: list[int], text: list[int], a: int, b: int) -> float:
@@ -68,7 +66,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
     engine: bmoe.Engine, name: str, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = engine.tokenize(PROMPTS[prompt])
-    plain = generate(engine, DraftSpec(), ids).token_ids
+    plain = drafted(engine, DraftSpec(), ids).token_ids
 
     batches: list[tuple[list[int], list[int]]] = []
     decode = engine.context.decode_each
@@ -80,7 +78,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
         return code
 
     monkeypatch.setattr(engine.context, "decode_each", watched)
-    result = generate(engine, SPECS[name], ids)
+    result = drafted(engine, SPECS[name], ids)
     monkeypatch.undo()
 
     # Every accepted token is the argmax of the row before it, in the batch that verified it.
@@ -112,6 +110,6 @@ def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[
 
 def test_a_difference_that_is_no_tie_would_be_seen(engine: bmoe.Engine) -> None:
     ids = engine.tokenize(PROMPTS["code"])
-    plain = generate(engine, DraftSpec(), ids).token_ids
+    plain = drafted(engine, DraftSpec(), ids).token_ids
     wrong = prompt_ids(1, 5)[0]
     assert margin(engine, ids, plain[:3], plain[3], wrong) > TIE

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_process import ROOT, Finished, run, start
+from cli_process import ROOT, check_usage, run, start
 from conftest import OpenEngine, Tiny
 from gguf_edit import Gguf
 from llama_cpp import llama_cpp as C
@@ -244,14 +244,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def usage(done: Finished, *parts: str) -> None:
-    assert (done.code, done.out) == (2, ""), done
-    assert done.last.startswith("bmoe: ")
-    assert "Traceback" not in done.err
-    for part in parts:
-        assert part in done.last
-
-
 def test_modes_and_reports(moe: Path, text: Path, tmp_path: Path) -> None:
     found = {}
     for mode in ("batch", "decode"):
@@ -328,15 +320,15 @@ def test_bos_stands_at_the_start_of_each_window(moe: Path, text: Path, tmp_path:
     ],
 )
 def test_what_is_refused(moe: Path, text: Path, flags: str, says: str) -> None:
-    usage(run("perplexity", *flags.replace("TEXT", str(text)).split(), "-m", moe, "-t", "1"), says)
+    check_usage(run("perplexity", *flags.replace("TEXT", str(text)).split(), "-m", moe, "-t", "1"), says)
 
 
 def test_texts_that_are_none(moe: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"abc\xff\xfe")
-    usage(run("perplexity", bad, "-m", moe), str(bad), "not UTF-8")
+    check_usage(run("perplexity", bad, "-m", moe), str(bad), "not UTF-8")
     bad.write_bytes(b"")
-    usage(run("perplexity", bad, "-m", moe), str(bad), "a text of 0 tokens is too short")
+    check_usage(run("perplexity", bad, "-m", moe), str(bad), "a text of 0 tokens is too short")
     done = run("perplexity", bad, "-m", tmp_path / "none.gguf")
     assert (done.code, "none.gguf: no such file" in done.last) == (1, True), done
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from cli_process import run, start
 from conftest import Cache, OpenEngine, Tiny
+from generating import generate
 
 import bmoe
 import bmoe.cli.summary
@@ -28,13 +28,6 @@ from bmoe.streamer import _cache, _warm_start
 PROMPT = prompt_ids(40, 3)
 MODEL = {"n_expert": 16, "n_used": 4}
 LAYERS = 3
-
-
-def generate(engine: bmoe.Engine, prompt: Sequence[int], n: int = 24) -> Any:
-    generation = engine.generate(prompt, max_tokens=n, stop_at_end=False)
-    for _ in generation:
-        pass
-    return generation.result
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Argument = str | os.PathLike[str]
+FAST = ("-t", "1", "-c", "128")
+"""Flags of most runs: one thread, a short context."""
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -44,6 +46,24 @@ class Finished:
     def last(self) -> str:
         """The last line of stderr."""
         return self.err.rstrip("\n").rpartition("\n")[2]
+
+
+def check_refused(done: Finished, *parts: str, code: int = 1) -> None:
+    """One line on stderr that starts with the program's name and holds each of `parts`, and nothing else."""
+    assert (done.code, done.out) == (code, ""), done
+    assert done.err.startswith("bmoe: "), done.err
+    assert done.err.count("\n") == 1, done.err
+    for part in parts:
+        assert part in done.err
+
+
+def check_usage(done: Finished, *parts: str) -> None:
+    """A flag or an input that cannot be: the last line says why and holds each of `parts`."""
+    assert (done.code, done.out) == (2, ""), done
+    assert done.last.startswith("bmoe: "), done.err
+    assert "Traceback" not in done.err
+    for part in parts:
+        assert part in done.last
 
 
 def run(
