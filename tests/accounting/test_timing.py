@@ -46,7 +46,7 @@ def test_the_parts_add_up_to_the_wall(tiny: Tiny, open_engine: OpenEngine) -> No
                 assert min(s) >= 0, s
             total = TimeSplit(*map(sum, zip(*splits, strict=True)))
             # What is not in it: making the generation, and after the last token its end.
-            assert 0.9 * passed <= total.wall <= passed or passed - total.wall < 20_000_000
+            assert 0 <= passed - total.wall < max(0.1 * passed, 20_000_000)
             result = generation.result
             assert result.first_time == splits[0]
             assert result.first_time.plus(result.decode_time) == total

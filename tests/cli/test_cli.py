@@ -213,6 +213,8 @@ def test_a_small_budget_is_granted_or_forced(moe: Path) -> None:
     # One token of the tiny model routes less than a MiB, but the process itself takes of a small budget.
     if refused.code:
         check_usage(refused, "--cache-ceil-mb 1 is too small")
+    else:
+        assert refused.out == whole.out
     forced = run(*flags, "--cache-mb", "1", "--force-cache")
     assert (forced.code, forced.out) == (0, whole.out), forced
     off = run(*flags, "--cache-mb", "0")

@@ -62,7 +62,7 @@ def test_a_shared_prefix_is_not_computed_again(
 ) -> None:
     """A prompt that parts from the sequence in the middle gives what a fresh engine gives, bit for bit.
 
-    A recurrent state cannot go back, nor a sliding window that has moved on: then nothing is reused.
+    A recurrent state cannot go back: then nothing is reused.
     """
     path = tiny(arch, "Q8_0")
     # The common part ends with a batch, so that both compute the rest in the same batches.
@@ -73,8 +73,7 @@ def test_a_shared_prefix_is_not_computed_again(
     for prompt, run in ((other, expected[1]), (A, expected[0]), (other, expected[1])):
         again, result = drive(engine, prompt, N)
         assert not differences(again, run)
-        assert result.reused_tokens in (0, 48)
-        assert result.reused_tokens == 48 or arch not in ("qwen3moe", "deepseek2")
+        assert result.reused_tokens == (0 if arch == "qwen35moe" else 48)
         assert result.prefill_tokens == len(prompt) - result.reused_tokens
 
 
@@ -115,7 +114,7 @@ def test_generations_end_where_the_context_does(tiny: Tiny, open_engine: OpenEng
     prompt = prompt_ids(n_ctx - 5, seed=3)
     run, result = drive(engine, prompt, 100)
     assert (result.stop, len(run.tokens)) == ("length", 6)
-    assert ids(engine, prompt_ids(n_ctx, seed=4), 10) != []
+    assert len(ids(engine, prompt_ids(n_ctx, seed=4), 10)) == 1
     with pytest.raises(bmoe.UsageError, match=f"{n_ctx + 1} tokens, the context holds {n_ctx}"):
         engine.generate(prompt_ids(n_ctx + 1, seed=4))
     assert ids(engine, prompt, 6) == run.tokens

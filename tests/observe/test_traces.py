@@ -82,7 +82,8 @@ def test_a_replay_has_what_the_engine_reported(
     tally = replay.run()
     check(tally, results)
     assert (sum(tally.hits.values()), tally.evictions) == (c.hits, c.evictions)
-    assert (tally.rereads, tally.read) == (c.rereads, c.bytes) or "prefetch" in settings
+    if "prefetch" not in settings:
+        assert (tally.rereads, tally.read) == (c.rereads, c.bytes)
     assert [replay.cache.resident(i) for i in range(len(engine.layers))] == [
         engine.cache.resident(i) for i in range(len(engine.layers)) if engine.cache
     ]
@@ -125,9 +126,7 @@ def test_rows_are_what_llama_cpp_routes(arch: str, tiny: Tiny, open_engine: Open
         routes = resident.generate(PROMPT, 8).routes
     rows = traced_rows(path)
     traced = [(b.layer, [list(row) for row in b.rows]) for b in read_trace(path).batches()]
-    # The last token that is chosen is not computed by the engine.
-    assert traced == routes[: len(traced)]
-    assert len(routes) - len(traced) <= len(engine.layers)
+    assert traced == routes
     weights = np.array([float(r["weight"]) for r in rows]).reshape(-1, 4)
     assert np.isfinite(weights).all()
     assert (weights > 0).all()
@@ -138,8 +137,9 @@ def test_rows_are_what_llama_cpp_routes(arch: str, tiny: Tiny, open_engine: Open
     assert sorted({int(r["step"]) for r in prefill}) == list(range(40))
     assert sorted({int(r["step"]) for r in rows if r["phase"] == "1"}) == list(range(40, 47))
     last = max(int(r["layer"]) for r in rows)
-    # The last layer computes the tokens whose logits are wanted: the last of the prompt.
-    assert {int(r["step"]) for r in prefill if int(r["layer"]) == last} in ({39}, set(range(40)), {15, 31, 39})
+    # Most graphs compute in the last layer the tokens whose logits are wanted: the last of each batch.
+    whole = set(range(40)) if arch in ("gpt-oss", "gemma4") else {15, 31, 39}
+    assert {int(r["step"]) for r in prefill if int(r["layer"]) == last} == whole
 
 
 def test_after_a_failed_read_and_a_stop_the_replay_goes_on(tiny: Tiny, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -221,10 +221,12 @@ def test_every_read_is_in_the_io_trace(
         start = t.offset + int(r["expert"]) * t.nbytes
         assert int(r["offset"]) == start // 4096 * 4096
         assert int(r["slice_bytes"]) == t.nbytes
-        assert int(r["latency_us"]) >= 0
-        assert int(r["queue_us"]) >= 0
+        assert int(r["latency_us"]) > 0
         assert 0 <= int(r["lane"]) < engine.config.io_threads
     assert {r["cause"] for r in rows} == {"dense", "prefill", "decode"}
+    # Lanes work side by side, so their reads take at least as long as one of them is under way; and some had to wait.
+    assert sum(int(r["latency_us"]) for r in rows) >= 0.9 * c.disk_ns / 1e3
+    assert sum(int(r["queue_us"]) for r in rows) > 0
     told = io_trace.summarise(io_trace.read_io_trace(path))
     assert sum(s.bytes for s in told) == c.disk_bytes
     assert [s.failed for s in told] == [0, 0, 0]
@@ -330,5 +332,5 @@ def test_a_model_name_is_one_word(tmp_path: Path, tiny: Tiny) -> None:
     with bmoe.Engine.open(odd, cache_mb="auto", route_trace=str(tmp_path / "t.csv"), ctx=64) as engine:
         generate(engine, PROMPT[:4], 2)
     trace = read_trace(tmp_path / "t.csv")
-    assert trace.header["model"] == "my_model_1_layer_2.gguf" or "_" in trace.header["model"]
+    assert trace.header["model"] == "my_model=1_layer=2.gguf"
     assert sorted(trace.expert_bytes) == list(range(len(engine.layers)))
