@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
-from cli_process import environment, start
+from cli_process import environment, interruptible, start
 
 import bmoe
 
@@ -43,11 +44,6 @@ def within_s() -> float:
     while time.thread_time() - cpu < 0.1:
         pass
     return max(1.0, (time.monotonic() - wall) / 0.1)
-
-
-def interruptible() -> None:
-    # A shell that puts pytest into the background has it ignore SIGINT, and its children with it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(process: subprocess.Popen[bytes], mark: bytes) -> bytes:
@@ -251,13 +247,9 @@ def alarm() -> Iterator[threading.Timer]:
     signal.signal(signal.SIGINT, before)
 
 
-def n_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_an_engine_goes_on_afterwards(moe: Path, alarm: threading.Timer, where: str) -> None:
-    before = n_threads()
+    before = held.threads()
     with bmoe.Engine.open(moe, threads=1, ctx=16384, cache_mb=0, io_threads=3) as engine:
         wanted = [t.id for t in engine.generate("Hello there", max_tokens=8)]
         prompt = LONG if where == "prefill" else "Hello there"
@@ -269,4 +261,4 @@ def test_an_engine_goes_on_afterwards(moe: Path, alarm: threading.Timer, where: 
         assert bool(generation.result.token_ids) == (where == "decode")
         assert [t.id for t in engine.generate("Hello there", max_tokens=8)] == wanted
     alarm.join()
-    assert n_threads() <= before, "the lanes are joined"
+    assert held.threads() <= before, "the lanes are joined"

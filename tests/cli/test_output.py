@@ -6,13 +6,12 @@ import io
 import json
 import os
 import pty
-import select
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from cli_process import FAST, environment, run, start
+from cli_process import FAST, environment, read_terminal, run, start
 
 import bmoe
 from bench.models.tiny import vocabulary
@@ -39,12 +38,7 @@ def test_progress_on_a_terminal(moe: Path) -> None:
     flags = ("-m", moe, "-p", "word " * 200, "-n", "2", "-t", "1", "--ubatch", "16")
     process = start(*flags, stderr=theirs, env={"TERM": "xterm", "COLUMNS": "100"})
     os.close(theirs)
-    shown = b""
-    while select.select([ours], [], [], 20)[0]:
-        try:
-            shown += os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
+    shown = read_terminal(ours)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert b"\x1b[" in shown

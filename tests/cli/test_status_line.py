@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import select
 import subprocess
 import sys
 import termios
 from pathlib import Path
 from typing import Any
 
-from cli_process import environment
+from cli_process import environment, read_terminal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from screen import Screen
@@ -92,12 +91,7 @@ def on_a_terminal(path: Path, *flags: str, columns: int = 60, out: bool = True) 
         env=environment(TERM="xterm"),
     )  # fmt: skip
     os.close(theirs)
-    shown = b""
-    while select.select([ours], [], [], 120)[0]:
-        try:
-            shown += os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
+    shown = read_terminal(ours)
     text = process.communicate(timeout=120)[0]
     os.close(ours)
     assert process.returncode == 0

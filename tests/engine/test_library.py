@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
 
+import held
 import pytest
 from conftest import OpenEngine, Resident, Tiny, in_a_process
 from generating import ids
@@ -18,10 +18,6 @@ from bench.reference import Run, differences, drive
 
 A, B = prompt_ids(64, seed=1), prompt_ids(30, seed=2)
 N = 8
-
-
-def tasks() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 # ---- several generations on one engine ------------------------------------------------------------
@@ -203,26 +199,26 @@ def test_closing_gives_everything_back(tiny: Tiny, open_engine: OpenEngine) -> N
     path = tiny("qwen3moe", "Q8_0", shards=3)
     with open_engine(path) as warm:
         ids(warm, A)
-    threads, fds = tasks(), set(os.listdir("/proc/self/fd"))
+    threads, fds = held.threads(), held.files()
     engine = open_engine(path, io_threads=5)
     ids(engine, A)
-    assert tasks() >= threads + 5
+    assert held.threads() >= threads + 5
     engine.close()
-    assert tasks() == threads
-    assert set(os.listdir("/proc/self/fd")) == fds
+    assert held.threads() == threads
+    assert held.files() == fds
     assert path.parent.name not in Path("/proc/self/maps").read_text()
     engine.close()
 
 
 def test_a_refused_opening_gives_everything_back(tiny: Tiny) -> None:
     path = tiny("qwen3moe", "Q8_0")
-    threads, fds = tasks(), set(os.listdir("/proc/self/fd"))
+    threads, fds = held.threads(), held.files()
     with pytest.raises(bmoe.UsageError):
         bmoe.Engine.open(path, n_expert_used=9, threads=1)
     with pytest.raises(bmoe.MemoryBudgetError):
         bmoe.Engine.open(path, cache_mb=1, threads=1)
-    assert tasks() == threads
-    assert set(os.listdir("/proc/self/fd")) == fds
+    assert held.threads() == threads
+    assert held.files() == fds
     assert path.name not in Path("/proc/self/maps").read_text()
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
 from gguf import GGUFReader
 from inspect_runs import LARGE, SMALL, as_json
@@ -286,9 +286,9 @@ def test_without_room_for_one_token_it_runs_without_a_cache(tiny: Any, monkeypat
 
 
 def test_nothing_is_left_behind(moe: Path) -> None:
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    native = len(os.listdir("/proc/self/task"))
+    threads, files = threading.active_count(), len(held.files())
+    native = held.threads()
     forecast.measure(inspect_model(moe, EngineConfig(threads=1)))
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files
-    assert len(os.listdir("/proc/self/task")) <= native + 1
+    assert len(held.files()) == files
+    assert held.threads() <= native + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_process import check_refused, run, start
+from cli_process import check_refused, interruptible, run, start
 from inspect_runs import LARGE, SMALL, as_json, inspect
 
 import bmoe
@@ -171,7 +171,7 @@ def test_flags_that_cannot_be(moe: Path, flags: tuple[str, ...], says: str) -> N
 def test_interrupted(tiny: Any, mark: bytes) -> None:
     path = tiny("qwen3moe", "Q8_0", **LARGE)
     for _ in range(10):
-        process = start("inspect", path, "-t", "1", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        process = start("inspect", path, "-t", "1", preexec_fn=interruptible)
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(mark):

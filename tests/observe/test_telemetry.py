@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
 from cli_process import run, start
 from conftest import SMALL, OpenEngine, Tiny
@@ -75,25 +75,25 @@ def test_without_records_there_are_none(tiny: Tiny, open_engine: OpenEngine, mon
     """Nor is the system asked, or a file opened."""
     monkeypatch.setattr(recorder, "Recorder", None)
     engine = open_engine(tiny("qwen3moe", "Q8_0"))
-    before = set(os.listdir("/proc/self/fd"))
+    before = held.files()
     generation = engine.generate([1, 2, 3], max_tokens=4)
     assert [t.record for t in generation] == [None] * len(generation.result.token_ids)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert held.files() == before
 
 
 def test_files_are_closed_however_a_generation_ends(tiny: Tiny, open_engine: OpenEngine) -> None:
     engine = open_engine(tiny("qwen3moe", "Q8_0"))
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(held.files())
     for how in ("whole", "closed", "cancelled"):
         generation = engine.generate([1, 2, 3], max_tokens=5, stop_at_end=False, records=True)
         next(generation)
-        assert len(os.listdir("/proc/self/fd")) > before
+        assert len(held.files()) > before
         if how == "closed":
             generation.close()
         elif how == "cancelled":
             engine.cancel()
         list(generation)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(held.files()) == before
 
 
 def test_what_is_not_measured_is_not_zero(tiny: Tiny, open_engine: OpenEngine) -> None:

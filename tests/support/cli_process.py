@@ -11,6 +11,8 @@ import functools
 import json
 import os
 import resource
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,6 +103,22 @@ def start(*argv: Argument, **options: Any) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", "bmoe", *map(os.fspath, argv)], **settings)
     atexit.register(process.kill)  # for a test that fails before it has waited
     return process
+
+
+def interruptible() -> None:
+    """For a child's `preexec_fn`: a shell that puts pytest into the background has its children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def read_terminal(fd: int) -> bytes:
+    """All that comes on a terminal until its other end is closed."""
+    shown = b""
+    while select.select([fd], [], [], 120)[0]:
+        try:
+            shown += os.read(fd, 4096)
+        except OSError:  # the other end is closed
+            break
+    return shown
 
 
 @functools.cache
