@@ -14,7 +14,6 @@ import pytest
 from cli_process import FAST, environment, read_terminal, run, start
 
 import bmoe
-from bench.models.tiny import vocabulary
 from bmoe.cli import main
 
 # ---- stdout and stderr ------------------------------------------------------------------------------------
@@ -101,35 +100,27 @@ def test_closed_standard_streams(moe: Path) -> None:
 # ---- characters ---------------------------------------------------------------------------------------------
 
 
-def tokens_of(text: bytes) -> list[int]:
-    """One token for each byte."""
-    alphabet = vocabulary()[:256]
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    spelled = {b: chr(b) for b in printable}
-    spelled |= {b: chr(0x100 + i) for i, b in enumerate(b for b in range(256) if b not in spelled)}
-    return [alphabet.index(spelled[b]) for b in text]
-
-
+# The tiny models' first 256 tokens are the bytes: a text's bytes are a script.
 TEXT = "né€😀 \u0301x\n"
 
 
 def test_characters_are_never_cut(moe: Path) -> None:
-    script = tokens_of(TEXT.encode())
+    script = list(TEXT.encode())
     with bmoe.Engine.open(moe, threads=1, ctx=128) as engine:
         pieces = [t.text for t in engine.generate("Hello", max_tokens=len(script), script=script)]
         assert pieces == ["n", "", "é", "", "", "€", "", "", "", "😀", " ", "", "\u0301", "x", "\n"]
-        generation = engine.generate("Hello", max_tokens=3, script=tokens_of("né€".encode())[:4])
+        generation = engine.generate("Hello", max_tokens=3, script=list("né€".encode())[:4])
         assert [t.text for t in generation] == ["n", "", "é"]
         generation = engine.generate("Hello", max_tokens=2, script=script)
         assert [t.text for t in generation] == ["n", ""]
         assert generation.result.text == "n\ufffd"
-        broken = tokens_of(b"a\xffb\xe2\x82c")
+        broken = list(b"a\xffb\xe2\x82c")
         assert "".join(t.text for t in engine.generate("Hello", max_tokens=6, script=broken)) == "a\ufffdb\ufffdc"
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", TEXT), ("ascii", "n??? ?x\n")])
 def test_characters_that_stdout_lacks(moe: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str) -> None:
-    script, generate = tokens_of(TEXT.encode()), bmoe.Engine.generate
+    script, generate = list(TEXT.encode()), bmoe.Engine.generate
     monkeypatch.setattr(bmoe.Engine, "generate", lambda *a, **k: generate(*a, **k, script=script))
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))

@@ -267,6 +267,7 @@ def test_routes_are_those_of_the_route_trace(tiny: Any, tmp_path: Path) -> None:
     rows: dict[int, list[list[int]]] = {}
     for batch in read_trace(trace).batches():
         rows.setdefault(batch.layer, []).extend(sorted(row) for row in batch.rows)
+    assert len(rows) == got.routes.shape[1] == LARGE["n_layer"]
     for layer, tokens in enumerate(rows[la] for la in sorted(rows)):
         assert [r.nonzero()[0].tolist() for r in got.routes[:, layer]] == tokens[: len(got.routes)]
 

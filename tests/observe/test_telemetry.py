@@ -149,6 +149,7 @@ def test_csv_json_and_metrics_are_one_account(written: tuple[Path, dict[str, Any
     assert float(rows[0]["read_bytes"]) == m["prefill"]["expert"]["bytes_read"]
     for name in ("hits", "misses", "evictions", "rereads", "routed"):
         assert total(name) == m["expert"][name]
+    assert sum(m["flash_split"].values()) == m["run"]["bytes_read"] > 0
     for cause, size in m["flash_split"].items():
         assert sum(int(row[f"{cause}_bytes"]) for row in rows) == size
     assert total("stall_ms") + total("mtp_draft_stall_ms") == pytest.approx(1e3 * m["stall_s"], abs=1e-4)

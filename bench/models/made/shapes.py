@@ -8,6 +8,8 @@ from typing import Any
 
 from gguf import RopeScalingType, TokenType
 
+from bench.models.byte_alphabet import byte_alphabet
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -83,10 +85,7 @@ def scaled(s: Shape, scale: int) -> Shape:
 
 def vocabulary(shape: Shape) -> tuple[list[str], list[int], list[str]]:
     """Tokens, their types and merges: bytes, a few merged pairs, made-up words, control tokens."""
-    # Byte-level BPE writes each byte as a visible character: its own if it has one, else one from U+0100 on.
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    tokens = [chr(byte) if byte in visible else chr(next(spare)) for byte in range(256)]
+    tokens = byte_alphabet()
     space = tokens[ord(" ")]
     merges = [f"{a} {b}" for a, b in ("th", "in", "er", "an", "on", "re", "ou", "st", "en")]
     merges += ["th e", "an d", "in g", f"{space} the", f"{space} and", f"{space} a"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.models.byte_alphabet import byte_alphabet
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -20,16 +22,9 @@ MERGED = (
 )
 
 
-def _byte_alphabet() -> list[str]:
-    """The printable character standing for each byte in a byte-level BPE vocabulary."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
-
-
 def vocabulary() -> list[str]:
     """Token texts, by id: the 256 bytes, one token per merge, then the specials."""
-    return [*_byte_alphabet(), *MERGED.split(), *SPECIALS]
+    return [*byte_alphabet(), *MERGED.split(), *SPECIALS]
 
 
 def token_scale() -> NDArray[np.float32]:
