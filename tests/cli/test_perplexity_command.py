@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_process import check_usage, run, start
+from cli_process import check_usage, interruptible, run, start
 from conftest import Tiny
 from gguf_edit import Gguf
 
@@ -129,7 +129,8 @@ def test_an_interrupted_run_says_what_it_has(moe: Path, text: Path, tmp_path: Pa
     metrics = tmp_path / "m.json"
     long = tmp_path / "long.txt"
     long.write_text(text.read_text(encoding="utf-8") * 30, encoding="utf-8")
-    process = start("perplexity", long, "-m", moe, "--mode", "decode", "-c", "64", "-t", "1", "--metrics-json", metrics)
+    flags = ("--mode", "decode", "-c", "64", "-t", "1", "--metrics-json", metrics)
+    process = start("perplexity", long, "-m", moe, *flags, preexec_fn=interruptible)
     assert process.stderr is not None
     while b"cache: " not in process.stderr.readline():
         pass

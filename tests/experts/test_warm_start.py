@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_process import run, start
+from cli_process import interruptible, run, start
 from conftest import Cache, OpenEngine, Tiny
 from generating import generate
 
@@ -246,9 +246,6 @@ def _damage(path: Path, what: str) -> None:
         path.write_text(json.dumps({**data, "model": 3}))
     elif what in ("arch", "file_bytes", "header_sha256", "experts"):
         path.write_text(json.dumps({**data, "model": {**data["model"], what: "other"}}))
-    elif what == "directory":
-        path.unlink()
-        path.mkdir()
     else:
         counts: Any = {
             "fewer layers": data["counts"][:-1],
@@ -326,8 +323,9 @@ def test_the_flag(model: Path, tmp_path: Path) -> None:
 def test_the_state_is_written_after_ctrl_c(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     process = start(
-        "-m", model, "-p", "Hello", "-n", "16000", "-c", "16384", "--ignore-eos", "-t", "1", "--cache-state", path
-    )
+        "-m", model, "-p", "Hello", "-n", "16000", "-c", "16384", "--ignore-eos", "-t", "1", "--cache-state", path,
+        preexec_fn=interruptible,
+    )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)
     time.sleep(0.2)

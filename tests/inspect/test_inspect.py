@@ -153,14 +153,23 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+# For what `auto` leaves to the system, and for a part of the experts beside it; or for less than is asked for.
+ENOUGH, TOO_LITTLE = 256 * MiB + 9 * MiB, 28 * MiB
+
+
+@pytest.mark.parametrize(
+    ("request_", "room"),
+    [
+        *((r, ENOUGH) for r in REQUESTS),
+        *(({"cache_mb": mb, "ctx": 256, "ubatch": 64}, TOO_LITTLE) for mb in (25, 100000)),
+    ],
+)
 def test_what_auto_says_is_what_a_run_decides(
-    tiny: Any, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Any, request_: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny("qwen3moe", "Q8_0", **LARGE)
     config = EngineConfig(**{"threads": 1, "force_cache": request_.get("cache_mb") != 0, **request_})
-    # Room for a part of the experts only; a run asks when its dense weights and its KV cache have taken their share.
-    room = 9 * MiB + 256 * MiB
+    # A run asks when its dense weights and its KV cache have taken their share.
     facts = MemoryFacts(mem_total=2048 * MiB, mem_available=room)
     # What this process holds differs from moment to moment; both are told the same.
     monkeypatch.setattr(bmoe.inspect.inspection, "base_rss", lambda: 10 * MiB)
@@ -175,10 +184,13 @@ def test_what_auto_says_is_what_a_run_decides(
         return real(request, sizes, replace(facts, mem_available=room - already_resident), already_resident)
 
     monkeypatch.setattr(bmoe.engine.engine, "decide", decide)
+    assert (found.decision is None) == (room == TOO_LITTLE)
     if found.decision is None:
         with pytest.raises(MemoryBudgetError) as caught:
             bmoe.Engine(path, config)
-        assert _figures(str(caught.value)) == pytest.approx(_figures(found.refused), abs=2)
+        figures = _figures(str(caught.value))
+        assert len(figures) == 2
+        assert figures == pytest.approx(_figures(found.refused), abs=2)
     else:
         with bmoe.Engine(path, config) as engine:
             # Each of the run's figures is rounded to a MiB on its own: "already resident" may cost one.
