@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 
 # Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# The tiny models, and stock llama.cpp as a reference, are the tests'.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from bench.gates import gate, native
 from bench.gates.expect import Counts, Expectations

@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import Machine
 
 # Two compute threads, the read lanes and the tests share few cores: waiting threads sleep instead of spinning.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import reference
-from tiny_models import write_tiny
-from tiny_mtp import TinyMtp, write_tiny_mtp
+from mtp_heads import TinyMtp
 
 import bmoe
+from bench import reference
+from bench.models.tiny import write_tiny, write_tiny_mtp
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file
 
+SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 4}
 Tiny = Callable[..., Path]
 Resident = Callable[..., list[reference.Run]]
 OpenEngine = Callable[..., bmoe.Engine]
@@ -43,6 +45,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
         return written[key]
 
     return write
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """An invented machine without limits."""
+    return Machine(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def moe(tiny: Tiny) -> Path:
+    """The smallest model that streams; a file whose tests need another has its own of that name."""
+    return tiny("qwen3moe", **SMALL)
 
 
 @pytest.fixture(scope="session")

@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 
 if __package__ in (None, ""):
-    sys.path[:0] = [
-        str(Path(__file__).resolve().parents[2]),
-        str(Path(__file__).resolve().parents[2] / "tests" / "support"),
-    ]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import bmoe
 from bench.gates import scripts
 from bench.gates.moe_graph import MoeGraph
 from bench.gates.scripted_model import PROMPT, SCRIPT, open_engine, write_model
@@ -102,7 +100,7 @@ def of_the_graph(counter: Tally, directory: Path) -> dict[str, int]:
         with counter.counting() as counts:
             for experts in routes[20:]:
                 graph.streamed(experts)
-    return {f"{TOKENS} tokens, {name}": counts[name] for name in ("_moe", "_cache", "_lanes", "_votes")}
+    return {f"{TOKENS} tokens, {name}": counts[name] for name in ("_streamer", "_cache", "_reads", "_admission")}
 
 
 def of_a_generation(counter: Tally, directory: Path, faults: list[str]) -> dict[str, dict[str, int]]:
@@ -160,7 +158,7 @@ def of_a_generation(counter: Tally, directory: Path, faults: list[str]) -> dict[
 
 def _profiler(calls: Counter[str]) -> Callable[[FrameType, str, Any], None]:
     """Counts the calls of bmoe's Python functions; a generator that goes on counts too."""
-    home = str(Path(drafting.__file__).parent)
+    home = str(Path(bmoe.__file__).parent)
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code

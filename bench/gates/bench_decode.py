@@ -2,7 +2,7 @@
 
     python -m pytest bench/gates/bench_decode.py
 
-The model is a tiny one whose routes follow from its tokens (tests/support/tiny_models.py, `scripted`), and the tokens
+The model is a tiny one whose routes follow from its tokens (bench/models/tiny/scripted.py), and the tokens
 are a script: what is routed, read and evicted is the same on every machine.
 """
 
@@ -18,9 +18,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import reference
 
 import bmoe
+from bench import reference
 from bench.conftest import Compare, Exact
 from bench.gates import native
 from bench.gates.gate import timed

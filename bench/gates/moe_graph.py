@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from reference import Tensor
 
+from bench.reference import Tensor
 from bmoe.host._memory import Region
 from bmoe.llama import library
 from bmoe.streamer._cache import ExpertCache

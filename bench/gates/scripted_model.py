@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tiny_models import write_tiny
-
 import bmoe
 from bench.gates import scripts
+from bench.models.tiny import write_tiny
 from bmoe.experts import slots
 from bmoe.experts.budget import CacheDecision, ModelSizes
 from bmoe.gguf import file as gguf_file

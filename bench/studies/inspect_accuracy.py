@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import cgroup
+from bench import harness
+from bench.harness import MiB
 
-MiB = 1 << 20
 NAMES = ("none", "20 %", "35 %", "50 %", "100 %")
 BESIDE_MIB = 1400  # what a run needs beside its cache
 WITHIN = 0.25
@@ -104,17 +102,10 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(command: list[str], cap_mib: int | None) -> dict[str, Any]:
     """A process with memory capped and the page cache dropped; its JSON object."""
-    cgroup.drop_page_cache()
-    with cgroup.capped(cap_mib) if cap_mib is not None else nullcontext() as procs:
-
-        def enter() -> None:
-            if procs is not None:
-                Path(procs).write_text(str(os.getpid()))
-
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
-    result: dict[str, Any] = json.loads(done.stdout)
+    try:
+        result: dict[str, Any] = json.loads(harness.run_child(command, cap_mib))
+    except harness.ChildFailed as e:
+        raise SystemExit(f"{' '.join(command)}: {e.errors or e.code}") from None
     return result
 
 
@@ -138,9 +129,7 @@ def measure(model: str, name: str, base: dict[str, Any], args: argparse.Namespac
 
 def speed(args: argparse.Namespace) -> int:
     """Rounds over all models and budgets; 1 where a cell's median is off by more than `--within`."""
-    why = cgroup.can_cap()
-    if why:
-        print(f"skipped: capped memory ({why})")
+    cap = harness.may_cap()
     off = 0
     collected: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -148,15 +137,14 @@ def speed(args: argparse.Namespace) -> int:
             path = _model(stack, wanted, args)
             base = run([*inspect_command(path), "--no-measure"], None)
             cells: dict[str, list[dict[str, Any]]] = {name: [] for name in args.budgets}
-            for number in range(args.rounds):
-                for name, runs in cells.items():
-                    runs.append(measure(path, name, base, args, not why))
-                    last = runs[-1]
-                    print(
-                        f"round {number + 1}/{args.rounds} {wanted} {name}: predicted "
-                        f"{last['predicted']['tok_s']['mid']:.2f}, measured {last['measured']['tok_s']:.2f} tok/s",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
+            for number, (name, runs) in harness.rounds(args.rounds, cells.items()):
+                runs.append(measure(path, name, base, args, cap))
+                last = runs[-1]
+                print(
+                    f"round {number + 1}/{args.rounds} {wanted} {name}: predicted "
+                    f"{last['predicted']['tok_s']['mid']:.2f}, measured {last['measured']['tok_s']:.2f} tok/s",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
             off += show(wanted, cells, args.within)
             collected[wanted] = cells
             if wanted in ("zipf", "uniform"):
@@ -275,7 +263,10 @@ def main() -> int:
     p.add_argument("models", nargs="*", metavar="MODEL|TRACE")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument(
-        "--budgets", type=lambda s: s.split(","), default=list(NAMES), help=f"of the table ({','.join(NAMES)})"
+        "--budgets",
+        type=lambda s: s.split(","),
+        default=list(NAMES),
+        help=f"of the table ({','.join(NAMES)})".replace("%", "%%"),
     )
     p.add_argument("--tokens", type=int, default=128)
     p.add_argument("--prompt-tokens", type=int, default=128)

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import cgroup
+from bench import cgroup, harness
+from bench.harness import MiB, grouped, ratios, spread
 
-MiB = 1 << 20
 PROMPT = "Once upon a time there was a machine with less memory than its model, and it read what it needed. " * 2
 
 
@@ -65,18 +61,15 @@ def show(rows: list[dict[str, Any]]) -> None:
     print("| budget, MiB | reading ahead | tok/s | of off (min-max) | stall, ms/token | of off (min-max) | misses "
           "| found ahead | MiB/token (used, wasted ahead) | guessing, ms/token |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for key in dict.fromkeys((r["budget"], r["cell"]) for r in rows):
-        mine = [r for r in rows if (r["budget"], r["cell"]) == key]
-        base = {r["round"]: r for r in rows if (r["budget"], r["cell"]) == (key[0], "off")}
+    cells = grouped(rows, "budget", "cell")
+    for (budget, how), mine in cells.items():
+        speed, stall = (spread(ratios(mine, cells[budget, "off"], name)) for name in ("tok_s", "stall_ms"))
 
         def m(name: str, mine: list[dict[str, Any]] = mine) -> float:
-            return float(statistics.median(r[name] for r in mine))
+            return harness.median_of(mine, name) or 0.0
 
-        speed = [r["tok_s"] / base[r["round"]]["tok_s"] for r in mine]
-        stall = [r["stall_ms"] / base[r["round"]]["stall_ms"] for r in mine]
-        print(f"| {key[0]} | {key[1]} | {m('tok_s'):.2f} | {statistics.median(speed):.2f} ({min(speed):.2f}-"
-              f"{max(speed):.2f}) | {m('stall_ms'):.1f} | {statistics.median(stall):.2f} ({min(stall):.2f}-"
-              f"{max(stall):.2f}) | {m('misses'):.1f} | {m('found'):.1f} | {m('mib'):.1f} ({m('used_mib'):.1f}, "
+        print(f"| {budget} | {how} | {m('tok_s'):.2f} | {speed} | {m('stall_ms'):.1f} | {stall} "
+              f"| {m('misses'):.1f} | {m('found'):.1f} | {m('mib'):.1f} ({m('used_mib'):.1f}, "
               f"{m('wasted_mib'):.1f}) | {m('guess_ms'):.2f} |")  # fmt: skip
     for i, kind in enumerate(("control", "next-layer")):
         right, every = (sum(r["right"][i][k] for r in rows if r["right"]) for k in (0, 1))
@@ -107,22 +100,14 @@ def main() -> int:
             print(f"{args.model}: {e}", file=sys.stderr)
             return 1
         return 0
-    why = cgroup.can_cap() if args.cap_mib else "no --cap-mib"
-    if args.cap_mib and why:
-        print(f"skipped: capped memory ({why})")
+    cap = args.cap_mib if args.cap_mib and harness.may_cap() else None
     rows: list[dict[str, Any]] = []
     for i in range(args.repeats):
-        with nullcontext() if why else cgroup.capped(args.cap_mib) as procs:
-
-            def enter(procs: Path | None = procs) -> None:
-                if procs is not None:
-                    Path(procs).write_text(str(os.getpid()))
-
-            command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
-        if done.returncode:
-            return done.returncode
-        rows += [{**row, "round": i} for row in json.loads(done.stdout.strip().splitlines()[-1])]
+        try:
+            found = harness.run_self(__file__, [*sys.argv[1:], "--child"], cap, show_errors=True)
+        except harness.ChildFailed as e:
+            return e.code
+        rows += [{**row, "round": i} for row in found]
     show(rows)
     if args.json:
         args.json.write_text(json.dumps(rows))

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -32,10 +30,9 @@ if __package__ in (None, ""):
 
 import numpy as np
 
-from bench import cgroup
+from bench import harness
+from bench.harness import MiB, grouped, ratios, spread
 from bench.studies import recorded, texts
-
-MiB = 1 << 20
 
 # Cells that do not say so draft with the default policy, adaptive.
 CELLS: dict[str, dict[str, Any]] = {
@@ -109,9 +106,8 @@ def runs_of(engine: Any, args: argparse.Namespace) -> Iterator[Run]:
     if args.recorded is not None:
         for record in recorded.load(sys.stdin.read()).values():
             if not recorded.fits(record, engine.sequence.context.n_vocab):
-                raise SystemExit(
-                    f"{args.model}: {engine.sequence.context.n_vocab} tokens: it has not all that were recorded"
-                )
+                n_vocab = engine.sequence.context.n_vocab
+                raise SystemExit(f"{args.model}: {n_vocab} tokens: it has not all that were recorded")
             yield Run(record.name, "recorded", record.prompt, len(record.script), record.script, record)
         return
     for text in (t for t in texts.all_texts(args.chars) if not args.texts or t.name in args.texts):
@@ -140,18 +136,18 @@ def child(args: argparse.Namespace) -> list[dict[str, Any]]:
             # Not counted: it would find the cache cold, of the head's experts too.
             run_cell(engine, head, run, "mtp 1" if head is not None else "plain")
             plain: list[int] | None = None
-            for i in range(args.repeats):
-                for name in args.cells:
-                    r = run_cell(engine, head, run, name)
-                    plain = plain or r.token_ids
-                    rows.append({"text": run.text, "kind": run.kind, "cell": name, "round": i,
-                                 "same": r.token_ids == plain, **measures(r)})  # fmt: skip
+            for i, name in harness.rounds(args.repeats, args.cells):
+                r = run_cell(engine, head, run, name)
+                plain = plain or r.token_ids
+                rows.append({"text": run.text, "kind": run.kind, "cell": name, "round": i,
+                             "same": r.token_ids == plain, **measures(r)})  # fmt: skip
     return rows
 
 
 def run_cell(engine: Any, head: Any, run: Run, name: str) -> Any:
     """One generation from an empty sequence, drafted as the cell says: its result."""
-    from bmoe.speculation import make_draft_width, make_drafter
+    from bmoe.speculation import make_drafter
+    from bmoe.speculation.draft_width import make_draft_width
 
     spec = make_spec(CELLS[name])
     engine.sequence.head = head if "mtp" in spec.types else None
@@ -202,23 +198,15 @@ def child_widths(args: argparse.Namespace) -> list[dict[str, Any]]:
         g = engine.generate(rng.integers(0, n_vocab - 8, 64).tolist(), max_tokens=4, stop_at_end=False)
         for _ in g:
             pass
-        for i in range(args.repeats):
-            for width in widths:
-                for _ in range(3):
-                    tokens = rng.integers(0, n_vocab - 8, width).astype(np.int32)
-                    before, t0 = engine.counters(), perf_counter()
-                    assert engine.sequence.context.decode_each(tokens, len(engine.sequence.ids)) == 0
-                    took, d = perf_counter() - t0, engine.counters() - before
-                    assert engine.sequence.context.truncate(len(engine.sequence.ids))
-                    rows.append(
-                        {
-                            "width": width,
-                            "round": i,
-                            "ms": 1e3 * took,
-                            "mib": d.bytes / MiB,
-                            "experts": d.hits + d.misses,
-                        }
-                    )
+        for i, width in harness.rounds(args.repeats, widths):
+            for _ in range(3):
+                tokens = rng.integers(0, n_vocab - 8, width).astype(np.int32)
+                before, t0 = engine.counters(), perf_counter()
+                assert engine.sequence.context.decode_each(tokens, len(engine.sequence.ids)) == 0
+                took, d = perf_counter() - t0, engine.counters() - before
+                assert engine.sequence.context.truncate(len(engine.sequence.ids))
+                measured = {"ms": 1e3 * took, "mib": d.bytes / MiB, "experts": d.hits + d.misses}
+                rows.append({"width": width, "round": i, **measured})
     return rows
 
 
@@ -235,21 +223,13 @@ def make_record(args: argparse.Namespace) -> str:
 
 def run_child(args: argparse.Namespace) -> list[dict[str, Any]]:
     record = make_record(args) if args.recorded is not None else ""
-    cgroup.drop_page_cache()
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child"]
-    why = cgroup.can_cap() if args.cap_mib else "no --cap-mib"
-    if args.cap_mib and why:
-        print(f"skipped: capped memory ({why})")
-    with nullcontext() if why else cgroup.capped(args.cap_mib) as procs:
-
-        def enter() -> None:
-            if procs is not None:
-                Path(procs).write_text(str(os.getpid()))
-
-        done = subprocess.run(command, input=record, stdout=subprocess.PIPE, text=True, preexec_fn=enter)
-    if done.returncode:
-        raise SystemExit(done.returncode)
-    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    cap = args.cap_mib if args.cap_mib and harness.may_cap() else None
+    try:
+        rows: list[dict[str, Any]] = harness.run_self(
+            __file__, [*sys.argv[1:], "--child"], cap, stdin=record, show_errors=True
+        )
+    except harness.ChildFailed as e:
+        raise SystemExit(e.code) from None
     return rows
 
 
@@ -261,19 +241,18 @@ def show(rows: list[dict[str, Any]]) -> None:
     print("| text | target | drafter | tok/s | of plain (min-max) | MiB/token | hit | acceptance | tok/decode "
           f"| coverage | {' | '.join(SHOWN)} | other | draft us/step | output |")  # fmt: skip
     print("|---" * (13 + len(SHOWN)) + "|")
-    for key in dict.fromkeys((r["text"], r["kind"], r["cell"]) for r in rows):
-        mine = [r for r in rows if (r["text"], r["kind"], r["cell"]) == key]
-        base = {r["round"]: r for r in rows if (r["text"], r["kind"], r["cell"]) == (key[0], key[1], "plain")}
-        ratios = [r["tok_s"] / base[r["round"]]["tok_s"] for r in mine]
+    cells = grouped(rows, "text", "kind", "cell")
+    for (text, kind, name), mine in cells.items():
+        of_plain = spread(ratios(mine, cells[text, kind, "plain"], "tok_s"))
 
         def median(name: str, form: str = ".1f", mine: list[dict[str, Any]] = mine) -> str:
-            values = [r[name] for r in mine if r[name] is not None]
-            return format(statistics.median(values), form) if values else "-"
+            value = harness.median_of(mine, name)
+            return "-" if value is None else format(value, form)
 
         split = [statistics.median(r["split"][cause] for r in mine) for cause in SHOWN]
         other = statistics.median(sum(v for k, v in r["split"].items() if k not in SHOWN) for r in mine)
-        print(f"| {key[0]} | {key[1]} | {key[2]} | {median('tok_s')} | {statistics.median(ratios):.2f} "
-              f"({min(ratios):.2f}-{max(ratios):.2f}) | {median('mib_per_token')} | {median('hit', '.0%')} "
+        print(f"| {text} | {kind} | {name} | {median('tok_s')} | {of_plain} "
+              f"| {median('mib_per_token')} | {median('hit', '.0%')} "
               f"| {median('acceptance', '.0%')} | {median('per_decode', '.2f')} | {median('coverage', '.0%')} "
               f"| {' | '.join(f'{v:.1f}' for v in [*split, other])} "
               f"| {median('draft_us')} | {'same' if all(r['same'] for r in mine) else 'differs'} |")  # fmt: skip
@@ -282,13 +261,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 def show_widths(rows: list[dict[str, Any]]) -> None:
     print("| positions | ms (min-max) | of 1 position | MiB read | experts per batch |")
     print("|---|---|---|---|---|")
-    one = statistics.median(r["ms"] for r in rows if r["width"] == 1)
-    for width in dict.fromkeys(r["width"] for r in rows):
-        mine = [r for r in rows if r["width"] == width]
+    cells = grouped(rows, "width")
+    one = statistics.median(r["ms"] for r in cells[(1,)])
+    for (width,), mine in cells.items():
         ms = [r["ms"] for r in mine]
         mib, experts = (statistics.median(r[key] for r in mine) for key in ("mib", "experts"))
-        spread = f"{statistics.median(ms):.0f} ({min(ms):.0f}-{max(ms):.0f})"
-        print(f"| {width} | {spread} | {statistics.median(ms) / one:.2f} | {mib:.0f} | {experts:.0f} |")
+        print(f"| {width} | {spread(ms, '.0f')} | {statistics.median(ms) / one:.2f} | {mib:.0f} | {experts:.0f} |")
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import cgroup
+from bench import cgroup, harness
+from bench.harness import MiB, median_of
 
-MiB = 1 << 20
 PROMPT = "The quick brown fox jumps over the lazy dog, and the reader of this sentence goes on to the next one."
 
 
@@ -140,22 +139,15 @@ class Cell:
 
 
 def run_cell(cell: Cell, args: argparse.Namespace, cap: bool) -> dict[str, Any]:
-    cgroup.drop_page_cache()
-    command = [
-        sys.executable, str(Path(__file__).resolve()), args.model, "--child", cell.kind,
+    arguments = [
+        args.model, "--child", cell.kind,
         "--settings", json.dumps(cell.settings), "--tokens", str(args.tokens), "--threads", str(args.threads),
         "--ctx", str(args.ctx), "--prompt-tokens", str(args.prompt_tokens),
     ]  # fmt: skip
-    with cgroup.capped(args.cap_mib) if cap and cell.capped else nullcontext() as procs:
-
-        def enter() -> None:
-            if procs is not None:
-                Path(procs).write_text(str(os.getpid()))
-
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        result: dict[str, Any] = harness.run_self(__file__, arguments, args.cap_mib if cap and cell.capped else None)
+    except harness.ChildFailed as e:
+        return {"error": str(e)}
     return result
 
 
@@ -231,8 +223,7 @@ def report(found: list[Cell], bandwidth: float) -> list[dict[str, Any]]:
         }  # fmt: skip
         for key in ("mib_per_token", "hit_rate", "stall_ms", "plan_ms", "cpu_ms", "python_ms", "disk_mib_s",
                     "cpu_us_per_mib", "open_disk_mib", "dense_mib", "prefill_mib", "budget_mib"):  # fmt: skip
-            values = [r[key] for r, _ in ok if r.get(key) is not None]
-            row[key] = statistics.median(values) if values else None
+            row[key] = median_of((r for r, _ in ok), key)
         base_s = 1 / statistics.median(resident.speed())
         if row["mib_per_token"] is not None:
             row["limit"] = base_s / max(base_s, row["mib_per_token"] / bandwidth)
@@ -275,20 +266,17 @@ def main() -> int:
         return 0
     if args.only:
         args.only.append("resident")
-    why = cgroup.can_cap()
-    if why:
-        print(f"skipped: capped memory ({why}); the cells run uncapped, so reads may be served from the page cache")
+    cap = harness.may_cap("; the cells run uncapped, so reads may be served from the page cache")
     if not cgroup.drop_page_cache():
         print("skipped: dropping the page cache (not root); first reads of a cell may be warm")
     bandwidth, who = disk_mib_s(args.model, slice_size(args.model), args.lanes)
     print(f"disk: {bandwidth:.0f} MiB/s for slices of {slice_size(args.model)} bytes, {args.lanes} lanes ({who})")
     found = cells(args)
-    for i in range(args.repeats):
-        for cell in found:
-            cell.runs.append(run_cell(cell, args, not why))
-            last = cell.runs[-1]
-            speed = last.get("error") or f"{1 / statistics.median(last['steps']):.2f} tok/s"
-            print(f"round {i + 1}/{args.repeats} {cell.name}: {speed}", file=sys.stderr, flush=True)
+    for i, cell in harness.rounds(args.repeats, found):
+        cell.runs.append(run_cell(cell, args, cap))
+        last = cell.runs[-1]
+        speed = last.get("error") or f"{1 / statistics.median(last['steps']):.2f} tok/s"
+        print(f"round {i + 1}/{args.repeats} {cell.name}: {speed}", file=sys.stderr, flush=True)
     outputs = {tuple(r["token_ids"]) for c in found for r in c.runs if "token_ids" in r}
     rows = report(found, bandwidth)
     print(f"\noutput: {'the same tokens in every cell' if len(outputs) == 1 else 'CELLS DIFFER'}")

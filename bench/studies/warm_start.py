@@ -11,23 +11,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import cgroup
+from bench import harness
+from bench.harness import MiB, median_of, spread
 
-MiB = 1 << 20
 CELLS = ("cold", "warm", "warm, waited")
 
 
@@ -64,24 +61,17 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
 
 def cell(args: argparse.Namespace, name: str, state: Path | None, seed: int, tokens: int, cap: bool) -> dict[str, Any]:
     """One run as a process of its own."""
-    cgroup.drop_page_cache()
-    command = [
-        sys.executable, str(Path(__file__).resolve()), args.model, "--child", "--seed", str(seed),
+    arguments = [
+        args.model, "--child", "--seed", str(seed),
         "--tokens", str(tokens), "--prompt-tokens", str(args.prompt_tokens), "--threads", str(args.threads),
         "--cache-mb", str(args.cache_mb), "--settings", json.dumps({"cache_state": str(state)} if state else {}),
     ]  # fmt: skip
     if name == CELLS[2]:
-        command.append("--wait")
-    with cgroup.capped(args.cap_mib) if cap else nullcontext() as procs:
-
-        def enter() -> None:
-            if procs is not None:
-                Path(procs).write_text(str(os.getpid()))
-
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter)
-    if done.returncode:
-        raise SystemExit((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        arguments.append("--wait")
+    try:
+        result: dict[str, Any] = harness.run_self(__file__, arguments, args.cap_mib if cap else None)
+    except harness.ChildFailed as e:
+        raise SystemExit(str(e)) from None
     return result
 
 
@@ -104,18 +94,15 @@ def main() -> int:
     if args.child:
         print(json.dumps(child(args)))
         return 0
-    why = cgroup.can_cap()
-    if why:
-        print(f"skipped: capped memory ({why})")
+    cap = harness.may_cap()
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CELLS}
     with tempfile.TemporaryDirectory() as place:
         history, state = Path(place) / "history.json", Path(place) / "state.json"
-        cell(args, "history", history, 1, args.history, not why)
-        for i in range(args.repeats):
-            for name in CELLS:
-                # Every cell starts from the same history; what it adds at its end is thrown away.
-                shutil.copy(history, state)
-                runs[name].append(cell(args, name, None if name == "cold" else state, 2 + i, args.tokens, not why))
+        cell(args, "history", history, 1, args.history, cap)
+        for i, name in harness.rounds(args.repeats, CELLS):
+            # Every cell starts from the same history; what it adds at its end is thrown away.
+            shutil.copy(history, state)
+            runs[name].append(cell(args, name, None if name == "cold" else state, 2 + i, args.tokens, cap))
     same = all(len({tuple(runs[name][i]["token_ids"]) for name in CELLS}) == 1 for i in range(args.repeats))
     head = ("tok/s", "min-max", "of cold", "ttft s", "hit %", "MiB", "ahead", "wait s")
     widths = (8, 16, 18, 8, 8, 8, 8, 8)
@@ -123,13 +110,10 @@ def main() -> int:
     for name, mine in runs.items():
         speed = [args.tokens / r["decode_s"] for r in mine]
         of_cold = [c["decode_s"] / r["decode_s"] for r, c in zip(mine, runs["cold"], strict=True)]
-        middle = {
-            key: statistics.median(r[key] for r in mine)
-            for key in ("ttft_s", "hit_rate", "mib", "ahead_mib", "waited_s")
-        }
+        middle = {key: median_of(mine, key) or 0.0 for key in ("ttft_s", "hit_rate", "mib", "ahead_mib", "waited_s")}
         print(
             f"{name:<14}{statistics.median(speed):>8.2f}{f'{min(speed):.2f}-{max(speed):.2f}':>16}"
-            f"{f'{statistics.median(of_cold):.2f} ({min(of_cold):.2f}-{max(of_cold):.2f})':>18}"
+            f"{spread(of_cold):>18}"
             f"{middle['ttft_s']:>8.2f}{100 * middle['hit_rate']:>8.1f}{middle['mib']:>8.0f}{middle['ahead_mib']:>8.0f}"
             f"{middle['waited_s']:>8.2f}"
         )

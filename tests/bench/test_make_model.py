@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import math
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,9 +17,8 @@ import pytest
 from gguf import GGUFReader
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "models"))
-import make_model as mm
-
+from bench.models import make_model as mm
+from bench.models.made import plan, pools, shapes
 from bmoe import Engine
 from bmoe.errors import UsageError
 from bmoe.speculation import DraftSpec
@@ -102,7 +100,7 @@ def decode(info: mm.ModelInfo, n_tokens: int, prompt: str = " the and in wonder"
 @pytest.fixture(autouse=True)
 def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantizing the pools is most of the time that a miniature takes."""
-    monkeypatch.setattr(mm, "POOL_UNITS", 1 << 12)
+    monkeypatch.setattr(pools, "POOL_UNITS", 1 << 12)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +138,7 @@ def test_routers_differ_as_asked(minis: Minis, shape: str, quant: str) -> None:
         fair.routes[layer] = np.stack([rng.permutation(n)[:used] for _ in routes])
     assert even.top_quarter(n) < fair.top_quarter(n) + 0.08
     assert skewed.top_quarter(n) > even.top_quarter(n) + 0.1
-    wanted = mm.popularity(n, used, 1.0)[: n // 4].sum() / used
+    wanted = plan.popularity(n, used, 1.0)[: n // 4].sum() / used
     assert skewed.top_quarter(n) == pytest.approx(float(wanted), abs=0.1)
     # Each layer has favourites of its own.
     best = {int(np.bincount(routes.ravel(), minlength=n).argmax()) for routes in skewed.routes.values()}
@@ -148,10 +146,10 @@ def test_routers_differ_as_asked(minis: Minis, shape: str, quant: str) -> None:
 
 
 def test_popularity_is_zipf_below_its_cap() -> None:
-    share = mm.popularity(128, 8, 1.0)
+    share = plan.popularity(128, 8, 1.0)
     assert share.sum() == pytest.approx(8)
-    assert share.max() == mm.MAX_POPULARITY
-    free = share < mm.MAX_POPULARITY
+    assert share.max() == plan.MAX_POPULARITY
+    free = share < plan.MAX_POPULARITY
     np.testing.assert_allclose((share * np.arange(1, 129))[free], share[-1] * 128)
 
 
@@ -164,14 +162,14 @@ def test_popularity_is_zipf_below_its_cap() -> None:
     ],
 )
 def test_whole_models_have_the_real_size(shape: str, quant: str, parameters: float, size: float) -> None:
-    tensors = list(mm.Plan(mm.SHAPES[shape], quant, None).tensors())
+    tensors = list(plan.Plan(shapes.SHAPES[shape], quant, None).tensors())
     assert sum(math.prod(t.dims) for t in tensors) == pytest.approx(parameters, rel=1e-3)
     assert sum(t.nbytes for t in tensors) == pytest.approx(size, rel=0.01)
 
 
 def test_vocabulary_is_whole_and_has_no_twins() -> None:
-    for shape in mm.SHAPES.values():
-        tokens, types, merges = mm.vocabulary(shape)
+    for shape in shapes.SHAPES.values():
+        tokens, types, merges = shapes.vocabulary(shape)
         assert len(tokens) == len(set(tokens)) == len(types) == shape.n_vocab
         assert tokens[shape.special_at] == shape.special[0]
         assert {merge.replace(" ", "") for merge in merges} < set(tokens)
@@ -225,12 +223,12 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
 
 
 def test_pieces_bound_the_memory() -> None:
-    big = next(mm.Plan(mm.SHAPES["qwen3-30b-a3b"], "q4_k_m", None).tensors())
+    big = next(plan.Plan(shapes.SHAPES["qwen3-30b-a3b"], "q4_k_m", None).tensors())
     written = 0
-    for piece in mm.Pools(0).pieces(big):
-        assert piece.nbytes <= mm.PIECE_BYTES
+    for piece in pools.Pools(0).pieces(big):
+        assert piece.nbytes <= pools.PIECE_BYTES
         written += piece.nbytes
-    assert written == big.nbytes > 4 * mm.PIECE_BYTES
+    assert written == big.nbytes > 4 * pools.PIECE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -295,8 +293,8 @@ def test_stopping_leaves_nothing_behind(
 def test_the_command_writes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = mm.SHAPES["gpt-oss-120b"]
-    monkeypatch.setitem(mm.SHAPES, "tiny", mm._scaled(tiny, 64))
+    tiny = shapes.SHAPES["gpt-oss-120b"]
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.scaled(tiny, 64))
     path = tmp_path / "m.gguf"
     assert mm.main(["tiny", "--layers", "2", "--router", "zipf", "--out", str(path)]) == 0
     told = capsys.readouterr()

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from reference import prompt_ids
+from generating import generate
 
 import bmoe
-from bmoe.speculation import DraftSpec, ModConfig, NgramConfig, make_draft_width, make_drafter
+from bench.models.tiny import prompt_ids
+from bmoe.speculation import DraftSpec, ModConfig, NgramConfig, draft_width, make_drafter
 from bmoe.speculation.verify import Tokens
 
 N = 150
@@ -38,14 +39,11 @@ def engine() -> Iterator[bmoe.Engine]:
         yield engine
 
 
-def generate(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
-    engine.drafting.drafter, engine.drafting.width = make_drafter(spec), make_draft_width(spec.policy)
+def drafted(engine: bmoe.Engine, spec: DraftSpec, prompt: list[int]) -> bmoe.GenerationResult:
+    engine.drafting.drafter, engine.drafting.width = make_drafter(spec), draft_width.make_draft_width(spec.policy)
     engine.sequence.context.clear()
     engine.sequence.ids.clear()
-    generation = engine.generate(prompt, max_tokens=N, stop_at_end=False)
-    for _ in generation:
-        pass
-    return generation.result
+    return generate(engine, prompt, N)
 
 
 def margin(engine: bmoe.Engine, prompt: list[int], text: list[int], a: int, b: int) -> float:
@@ -67,7 +65,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
     engine: bmoe.Engine, name: str, prompt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = engine.tokenize(PROMPTS[prompt])
-    plain = generate(engine, DraftSpec(), ids).token_ids
+    plain = drafted(engine, DraftSpec(), ids).token_ids
 
     batches: list[tuple[list[int], list[int]]] = []
     decode = engine.sequence.context.decode_each
@@ -79,7 +77,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
         return code
 
     monkeypatch.setattr(engine.sequence.context, "decode_each", watched)
-    result = generate(engine, SPECS[name], ids)
+    result = drafted(engine, SPECS[name], ids)
     monkeypatch.undo()
 
     # Every accepted token is the argmax of the row before it, in the batch that verified it.
@@ -103,7 +101,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
 def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     import ctypes
 
-    from bmoe import llama
+    from bmoe.llama import llama
 
     address = llama.lib().llama_get_logits_ith(engine.sequence.context.handle, row)
     return np.ctypeslib.as_array((ctypes.c_float * engine.sequence.context.n_vocab).from_address(address))
@@ -111,6 +109,6 @@ def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[
 
 def test_a_difference_that_is_no_tie_would_be_seen(engine: bmoe.Engine) -> None:
     ids = engine.tokenize(PROMPTS["code"])
-    plain = generate(engine, DraftSpec(), ids).token_ids
+    plain = drafted(engine, DraftSpec(), ids).token_ids
     wrong = prompt_ids(1, 5)[0]
     assert margin(engine, ids, plain[:3], plain[3], wrong) > TIE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from conftest import OpenEngine, Tiny
-from reference import prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.engine.config import MAX_SEED
 
 PROMPT = prompt_ids(12, 5)

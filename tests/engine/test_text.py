@@ -8,9 +8,9 @@ import pytest
 from conftest import OpenEngine, Tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import SPECIALS, vocabulary
 
 import bmoe
+from bench.models.tiny import SPECIALS, vocabulary
 from bmoe import llama
 from bmoe.engine.stop_strings import StopStrings
 from bmoe.engine.text import TokenText

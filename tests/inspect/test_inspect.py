@@ -1,29 +1,23 @@
-"""`bmoe inspect`: its numbers against the file read otherwise, its decision against a run's, and what goes wrong."""
+"""`bmoe inspect`: its numbers against the file read otherwise, its decision against a run's, and its measurements."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import signal
-import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import held
 import pytest
-from cli_process import Finished, run, start
 from gguf import GGUFReader
-from tiny_models import ARCHES
-from tiny_mtp import TinyMtp
+from inspect_runs import LARGE, SMALL, as_json
+from mtp_heads import TinyMtp
 
 import bmoe
 import bmoe.engine.opening
 import bmoe.inspect.inspection
-from bmoe.cli import inspect_view, main
+from bench.models.tiny import ARCHES
 from bmoe.engine import demo
 from bmoe.engine.config import EngineConfig
 from bmoe.errors import MemoryBudgetError
@@ -34,26 +28,13 @@ from bmoe.inspect.inspection import inspect_model
 from bmoe.speculation import DraftSpec
 
 MiB = 1 << 20
+NAMES = ("none", "one token", "10 %", "20 %", "35 %", "50 %", "100 %", "auto")
 MOE = [arch for arch in ARCHES if arch != "llama"]
-SMALL = {"n_layer": 2, "n_embd": 64, "n_ff": 32, "n_expert": 8}
-LARGE = {"n_layer": 4, "n_expert": 32, "n_used": 4, "n_embd": 256, "n_ff": 256}
 
 
 @pytest.fixture(scope="module")
 def moe(tiny: Any) -> Path:
     return tiny("qwen3moe", "Q8_0", **SMALL)
-
-
-def inspect(*argv: Any) -> Finished:
-    return run("inspect", *argv, "-t", "1", timeout=120)
-
-
-def as_json(*argv: Any) -> dict[str, Any]:
-    done = inspect(*argv, "--json")
-    assert done.code == 0, done
-    assert done.err == ""
-    found: dict[str, Any] = json.loads(done.out)
-    return found
 
 
 # ---- the numbers, from the file by another reader ---------------------------------------------------
@@ -104,7 +85,7 @@ def test_sizes_are_those_of_the_file(tiny: Any, arch: str) -> None:
     assert dense <= sizes["dense"] < dense + 64 * 1024
     assert found["disk"] is None
     assert found["measured"] is None
-    assert all(row["tok_s"] is None for row in found["predictions"])
+    assert [row["tok_s"] for row in found["predictions"]] == [None] * len(NAMES)
 
 
 def test_the_demo_model() -> None:
@@ -173,14 +154,23 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+# For what `auto` leaves to the system, and for a part of the experts beside it; or for less than is asked for.
+ENOUGH, TOO_LITTLE = 256 * MiB + 9 * MiB, 28 * MiB
+
+
+@pytest.mark.parametrize(
+    ("request_", "room"),
+    [
+        *((r, ENOUGH) for r in REQUESTS),
+        *(({"cache_mb": mb, "ctx": 256, "ubatch": 64}, TOO_LITTLE) for mb in (25, 100000)),
+    ],
+)
 def test_what_auto_says_is_what_a_run_decides(
-    tiny: Any, request_: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny: Any, request_: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny("qwen3moe", "Q8_0", **LARGE)
     config = EngineConfig(**{"threads": 1, "force_cache": request_.get("cache_mb") != 0, **request_})
-    # Room for a part of the experts only; a run asks when its dense weights and its KV cache have taken their share.
-    room = 9 * MiB + 256 * MiB
+    # A run asks when its dense weights and its KV cache have taken their share.
     facts = MemoryFacts(mem_total=2048 * MiB, mem_available=room)
     # What this process holds differs from moment to moment; both are told the same.
     monkeypatch.setattr(bmoe.engine.opening, "base_rss", lambda: 10 * MiB)
@@ -192,10 +182,13 @@ def test_what_auto_says_is_what_a_run_decides(
         taken.append(already_resident)
         return budget.decide(request, sizes, replace(facts, mem_available=room - already_resident), already_resident)
 
+    assert (found.decision is None) == (room == TOO_LITTLE)
     if found.decision is None:
         with pytest.raises(MemoryBudgetError) as caught:
             bmoe.Engine(path, config, grant=decide)
-        assert _figures(str(caught.value)) == pytest.approx(_figures(found.refused), abs=2)
+        figures = _figures(str(caught.value))
+        assert len(figures) == 2
+        assert figures == pytest.approx(_figures(found.refused), abs=2)
     else:
         with bmoe.Engine(path, config, grant=decide) as engine:
             # Each of the run's figures is rounded to a MiB on its own: "already resident" may cost one.
@@ -239,7 +232,7 @@ def test_a_measured_model(tiny: Any, arch: str) -> None:
     assert [p[1] for p in points] == sorted(p[1] for p in points)
     assert points[0][0] < 0.05
     names = [row["name"] for row in found["predictions"]]
-    assert set(names) == {"none", "one token", "10 %", "20 %", "35 %", "50 %", "100 %", "auto"}
+    assert sorted(names) == sorted(NAMES)
     assert names[-1] == "auto"
     for row in found["predictions"]:
         assert row["tok_s"]["low"] <= row["tok_s"]["mid"] <= row["tok_s"]["high"]
@@ -263,6 +256,7 @@ def test_samples_miss_what_they_are_made_to_miss(tiny: Any) -> None:
     levels = sorted({round(s.missed, 1) for s in got.samples})
     assert levels[0] == 0.0
     assert levels[-1] == 1.0
+    assert got.uncached
     assert all(s.missed == pytest.approx(1.0) for s in got.uncached)
     assert (got.routes.sum(axis=2) == 4).all()
     assert got.routes.shape[1:] == (4, 32)
@@ -283,6 +277,7 @@ def test_routes_are_those_of_the_route_trace(tiny: Any, tmp_path: Path) -> None:
     rows: dict[int, list[list[int]]] = {}
     for batch in read_trace(trace).batches():
         rows.setdefault(batch.layer, []).extend(sorted(row) for row in batch.rows)
+    assert len(rows) == got.routes.shape[1] == LARGE["n_layer"]
     for layer, tokens in enumerate(rows[la] for la in sorted(rows)):
         assert [r.nonzero()[0].tolist() for r in got.routes[:, layer]] == tokens[: len(got.routes)]
 
@@ -302,181 +297,9 @@ def test_without_room_for_one_token_it_runs_without_a_cache(tiny: Any, monkeypat
 
 
 def test_nothing_is_left_behind(moe: Path) -> None:
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    native = len(os.listdir("/proc/self/task"))
+    threads, files = threading.active_count(), len(held.files())
+    native = held.threads()
     forecast.measure(inspect_model(moe, EngineConfig(threads=1)))
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == files
-    assert len(os.listdir("/proc/self/task")) <= native + 1
-
-
-# ---- what is printed --------------------------------------------------------------------------------
-
-
-def test_the_lines(moe: Path) -> None:
-    done = inspect(moe, "--overlap")
-    assert done.code == 0
-    lines = done.out.splitlines()
-    heads = [line.partition(":")[0] for line in lines]
-    order = ["model", "experts", "types", "sizes", "context", "cache", "floor", "disk", "token", "hits"]
-    assert [h for h in heads if h in order] == order
-    assert any(line.startswith("auto ") for line in lines)
-    assert "experts: 8 in each of 2 layers" in done.out
-
-
-def test_unmeasured_is_marked_unknown(moe: Path) -> None:
-    done = inspect(moe, "--no-measure")
-    assert done.code == 0
-    assert "disk: unknown (--no-measure)" in done.out
-    table = done.out.partition("tok/s\n")[2].splitlines()
-    assert table
-    assert all("unknown" in line for line in table)
-
-
-def test_a_refused_direct_read_is_said(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = measurement._reads.Lanes
-    found = inspect_model(moe, EngineConfig(threads=1))
-    assert measurement.measure_disk(found.file, found.layers, found.config).direct
-    monkeypatch.setattr(measurement._reads, "Lanes", lambda paths, n, direct: real(paths, n, False))
-    lines = inspect_view.measured_lines(found, forecast.measure(found))
-    assert "through the page cache (the file system refuses direct reads): memory may have answered" in lines[0]
-    assert "through the page cache (--no-odirect)" in inspect(moe, "--no-odirect").out
-
-
-def test_the_disk_is_measured_within_bounds(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = inspect_model(moe, EngineConfig(threads=1))
-    sizes = {t.nbytes for layer in found.layers for t in layer.tensors}
-    whole = sum(t.nbytes * t.n_expert for layer in found.layers for t in layer.tensors)
-    assert len(sizes) == 1  # so that bytes are a number of slices
-    size = sizes.pop()
-    area = max(t.area for layer in found.layers for t in layer.tensors)
-    assert measurement.measure_disk(found.file, found.layers, found.config).bytes == whole  # each slice once
-    monkeypatch.setattr(measurement, "_BATCH", 4)
-    with monkeypatch.context() as m:
-        m.setattr(measurement, "DISK_BYTES", 12 * area)
-        assert 4 * size < measurement.measure_disk(found.file, found.layers, found.config).bytes <= 12 * area < whole
-    monkeypatch.setattr(measurement, "DISK_SECONDS", 0.0)
-    assert measurement.measure_disk(found.file, found.layers, found.config).bytes == 4 * size
-
-
-def test_a_refused_cache_is_said_and_the_rest_too(tiny: Any) -> None:
-    path = tiny("qwen3moe", "Q8_0", **LARGE)
-    done = inspect(path, "--no-measure", "--cache-mb", "1")
-    assert done.code == 0
-    assert "cache: refused: --cache-mb 1 is too small" in done.out
-    asked = run("-m", path, "-p", "a", "-n", "1", "-t", "1", "--cache-mb", "1")
-    assert asked.code == 2
-    assert asked.last.removeprefix("bmoe: ").partition(":")[0] == "--cache-mb 1 is too small"
-
-
-def test_a_dense_model(tiny: Any) -> None:
-    path = tiny("llama", n_layer=2)
-    done = inspect(path)
-    assert done.code == 0
-    assert "experts: none that are routed (*_exps.weight): a dense model, nothing is streamed" in done.out
-    assert "tok/s" not in done.out
-    found = as_json(path)
-    assert (found["cache"], found["predictions"], found["disk"]) == (None, [], None)
-
-
-# ---- what goes wrong --------------------------------------------------------------------------------
-
-
-def refused(done: Finished, *parts: str, code: int = 1) -> None:
-    assert (done.code, done.out) == (code, ""), done
-    assert done.err.startswith("bmoe: "), done.err
-    assert done.err.count("\n") == 1, done.err
-    for part in parts:
-        assert part in done.err
-
-
-def test_shards(tiny: Any, tmp_path: Path) -> None:
-    first = tiny("qwen3moe", **SMALL, shards=2)
-    whole = as_json(tiny("qwen3moe", **SMALL), "--no-measure")
-    found = as_json(first, "--no-measure")
-    assert found["files"] == 2
-    assert found["bytes"]["token"] == whole["bytes"]["token"]
-    assert found["bytes"]["experts"] == whole["bytes"]["experts"]
-    assert "2 shards" in inspect(first, "--no-measure").out
-    measured = as_json(first)
-    assert measured["disk"]["bytes"] == found["bytes"]["experts"]
-    for shard in first.parent.glob(f"{first.name.partition('-00001')[0]}*"):
-        shutil.copy(shard, tmp_path)
-    second = tmp_path / first.name.replace("-00001-of", "-00002-of")
-    refused(inspect(second), "shard 2 of 2", "open ")
-    second.unlink()
-    refused(inspect(tmp_path / first.name), second.name, "shard is missing")
-
-
-def damage_nothing(path: Path) -> None:
-    path.unlink()
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 4096)
-
-
-def scribble(path: Path) -> None:
-    path.write_text("no model")
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [(damage_nothing, "no such file"), (truncate, "truncated: tensor"), (scribble, "not a GGUF file")],
-)
-def test_a_file_that_is_none(moe: Path, tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
-    path = tmp_path / "model.gguf"
-    shutil.copy(moe, path)
-    damage(path)
-    refused(inspect(path), "model.gguf", says)
-    refused(inspect(path, "--json"), "model.gguf", says)
-
-
-def test_no_permission(moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def no(*args: Any, **options: Any) -> Any:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(bmoe.gguf.file, "open", no, raising=False)
-    assert main.main(["inspect", str(moe)]) == 1
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == f"bmoe: {moe}: cannot read: Permission denied\n"
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--io-threads", "0"), "--io-threads: 0 is out of range"),
-        (("--nonsense",), "unrecognized arguments: --nonsense"),
-        (("--cache-mb", "much"), "--cache-mb: 'much' is none of"),
-        (("-m", "other.gguf"), "MODEL and -m exclude each other"),
-        (("--mtp",), "has no multi-token-prediction head"),
-        (("--n-expert-used", "99"), "is more than the model's 8 experts"),
-    ],
-)
-def test_flags_that_cannot_be(moe: Path, flags: tuple[str, ...], says: str) -> None:
-    refused(inspect(moe, *flags), says, code=2)
-
-
-@pytest.mark.parametrize("mark", [b"model:", b"floor:"])
-def test_interrupted(tiny: Any, mark: bytes) -> None:
-    path = tiny("qwen3moe", "Q8_0", **LARGE)
-    process = start("inspect", path, "-t", "1", preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(mark):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    # It may have been done before the signal came.
-    assert (process.returncode, err) in [(130, b"bmoe: interrupted\n"), (0, b"")], (out, err)
-
-
-def test_nobody_reads(moe: Path) -> None:
-    process = start("inspect", moe, "-t", "1", "--no-measure")
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(timeout=60) in (0, 1)
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
-    assert sys.stderr is not None
+    assert len(held.files()) == files
+    assert held.threads() <= native + 1

@@ -7,7 +7,7 @@ import pytest
 
 from bmoe.inspect import hit_model
 from bmoe.inspect.hit_model import HitRange, RouteLaw, draw, fit, hit_rates, observe, recorded_hit_rate, replay
-from bmoe.inspect.speed_model import LEVELS, Sample, TimeCurve, fit_curve, predict
+from bmoe.inspect.speed_model import Sample, TimeCurve, fit_curve, predict
 
 
 def table(*tokens: list[list[int]], n_expert: int = 8) -> hit_model.Routes:
@@ -149,10 +149,6 @@ def test_without_a_token_that_missed_nothing_waiting_is_taken_off() -> None:
 
 def test_no_samples_no_curve() -> None:
     assert fit_curve([]) is None
-
-
-def test_levels_reach_from_all_to_nothing() -> None:
-    assert (max(LEVELS), min(LEVELS), len(set(LEVELS))) == (1.0, 0.0, len(LEVELS))
 
 
 # ---- a prediction -----------------------------------------------------------------------------------

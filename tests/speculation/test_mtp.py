@@ -12,8 +12,7 @@ import pytest
 from cli_process import run
 from conftest import OpenEngine
 from gguf_edit import Gguf
-from reference import prompt_ids
-from tiny_mtp import (
+from mtp_heads import (
     DENSE_HEADS,
     PROMPT,
     ForcedHead,
@@ -32,6 +31,7 @@ from tiny_mtp import (
 )
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.speculation import DrafterStack, DraftSpec, ModConfig, mtp
 
 # ---- output -----------------------------------------------------------------------------------------

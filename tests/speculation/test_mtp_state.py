@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import OpenEngine
-from reference import prompt_ids
-from tiny_mtp import (
+from mtp_heads import (
     PROMPT,
     Batch,
     ForcedHead,
@@ -27,6 +26,7 @@ from tiny_mtp import (
 )
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.speculation import DrafterStack, draft_width, mtp
 
 # ---- state ------------------------------------------------------------------------------------------

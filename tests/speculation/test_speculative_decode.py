@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from conftest import OpenEngine, Tiny
-from reference import prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
 from bmoe.speculation import DraftSpec, MapConfig, ModConfig
 from bmoe.speculation.verify import Tokens
 
@@ -43,7 +43,7 @@ class Scripted:
     matched = 0
 
     def trim(self, n: int) -> None:
-        raise AssertionError("the draft width here is Always")
+        raise AssertionError("the pace here is Always")
 
     def accept(self, n_accepted: int) -> None:
         self.accepted += n_accepted
@@ -149,7 +149,7 @@ def test_an_end_token_inside_a_group_ends_it(
     assert [t.id for t in generation] == script[:8]
     assert generation.result.stop == "end"
     # The next generation is not led astray by what was decoded past the end.
-    engine.drafting.drafter = bmoe.drafting.make_drafter(DraftSpec())
+    engine.drafting.drafter = bmoe.engine.make_drafter(DraftSpec())
     assert ids(engine, prompt, 10) == ids(open_engine(path), prompt, 10)
 
 

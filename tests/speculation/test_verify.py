@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bmoe.accounting.bytes_by_cause import FlashSplit
 from bmoe.accounting.results import SpecResult
 from bmoe.speculation.verify import Choice, Tokens, accepted_prefix, verify_steps
 
@@ -196,22 +195,6 @@ def test_the_drafter_sees_every_confirmed_token() -> None:
 )
 def test_accepted_prefix(draft: list[int], chosen: list[int], expected: int) -> None:
     assert accepted_prefix(draft, [Choice(c, False, b"") for c in chosen]) == expected
-
-
-def test_flash_split_charges_every_byte_once() -> None:
-    split = FlashSplit()
-    split.charge("prefill", 100, 3)
-    split.charge_batch([10, 20, 30, 40], [1, 2, 3, 4], accepted=2)
-    split.charge_batch([7], [0], accepted=0)
-    assert split.as_dict() | {} == {
-        **dict.fromkeys(split.bytes, 0),
-        "prefill": 100,
-        "base": 17,
-        "accepted": 50,
-        "rejected": 40,
-    }
-    assert split.total == 207
-    assert split.rereads == {**dict.fromkeys(split.bytes, 0), "prefill": 3, "base": 1, "accepted": 5, "rejected": 4}
 
 
 def test_a_source_that_costs_is_not_asked_where_nothing_would_be_verified() -> None:

@@ -9,9 +9,11 @@ import pytest
 from conftest import OpenEngine, Tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import PlainCache, Resident, Run, drive, prompt_ids
+from plain_cache import PlainCache
 from reference_admission import PlainVotes
 
+from bench.models.tiny import prompt_ids
+from bench.reference import Resident, Run, drive
 from bmoe.speculation import DraftSpec
 from bmoe.streamer._cache import ExpertCache
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 from conftest import OpenEngine, Resident, Tiny
 from llama_cpp import llama_cpp as C
 from numpy.typing import NDArray
-from reference import PlainCache, Tensor, differences, drive, prompt_ids
-from reference import Resident as ResidentModel
-from tiny_models import ARCHES
+from plain_cache import PlainCache
 
 import bmoe
+from bench.models.tiny import ARCHES, prompt_ids, trunks, write_tiny
+from bench.models.tiny.model import TinyModel
+from bench.reference import Resident as ResidentModel
+from bench.reference import Tensor, differences, drive
 from bmoe import drafting
 from bmoe.errors import UsageError
 from bmoe.streamer import _dropping
@@ -319,7 +320,7 @@ def test_verify_batches_drop_by_position(
 # ---- what is refused ------------------------------------------------------------------------------
 
 
-def _llama4(m: tiny_models._Model) -> Any:
+def _llama4(m: TinyModel) -> Any:
     """Routing weights applied to the experts' input, not to their output."""
     m.kv(interleave_moe_layer_step=1, rope__dimension_count=m.head)
 
@@ -336,8 +337,8 @@ def _llama4(m: tiny_models._Model) -> Any:
 def test_weights_that_are_not_in_the_graph_are_refused(
     resident: Resident, open_engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tiny_models._BUILDERS, "llama4", _llama4)
-    path = tiny_models.write_tiny(tmp_path / "m.gguf", "llama4", "Q8_0", n_layer=4)  # the fourth is another kind
+    monkeypatch.setitem(trunks.BUILDERS, "llama4", _llama4)
+    path = write_tiny(tmp_path / "m.gguf", "llama4", "Q8_0", n_layer=4)  # the fourth is another kind
     (expected,) = resident(path, [PROMPT], STEPS, threads=1, ubatch=16)
     assert not differences(drive(open_engine(path, "few", ubatch=16), PROMPT, STEPS)[0], expected)
     engine = open_engine(path, "few", ubatch=16, drop_cold_experts=0.5)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import OpenEngine, Resident, Tiny
 from gguf_edit import Gguf
-from reference import Resident as ResidentModel
-from reference import differences, drive, prompt_ids
-from tiny_models import ARCHES
 
 import bmoe
+from bench.models.tiny import ARCHES, prompt_ids
+from bench.reference import Resident as ResidentModel
+from bench.reference import differences, drive
 from bmoe.experts import slots
 from bmoe.gguf.file import expert_layers, open_model_file
 from bmoe.speculation import DraftSpec, ModConfig

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import OpenEngine, Resident, Tiny, direct_works
-from reference import differences, drive, prompt_ids
 
 import bmoe
+from bench.models.tiny import prompt_ids
+from bench.reference import differences, drive
 from bmoe.errors import ModelError, ReadError
 from bmoe.gguf import file as file_layout
 from bmoe.host import _memory

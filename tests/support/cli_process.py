@@ -11,6 +11,8 @@ import functools
 import json
 import os
 import resource
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Argument = str | os.PathLike[str]
+FAST = ("-t", "1", "-c", "128")
+"""Flags of most runs: one thread, a short context."""
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -44,6 +48,24 @@ class Finished:
     def last(self) -> str:
         """The last line of stderr."""
         return self.err.rstrip("\n").rpartition("\n")[2]
+
+
+def check_refused(done: Finished, *parts: str, code: int = 1) -> None:
+    """One line on stderr that starts with the program's name and holds each of `parts`, and nothing else."""
+    assert (done.code, done.out) == (code, ""), done
+    assert done.err.startswith("bmoe: "), done.err
+    assert done.err.count("\n") == 1, done.err
+    for part in parts:
+        assert part in done.err
+
+
+def check_usage(done: Finished, *parts: str) -> None:
+    """A flag or an input that cannot be: the last line says why and holds each of `parts`."""
+    assert (done.code, done.out) == (2, ""), done
+    assert done.last.startswith("bmoe: "), done.err
+    assert "Traceback" not in done.err
+    for part in parts:
+        assert part in done.last
 
 
 def run(
@@ -81,6 +103,22 @@ def start(*argv: Argument, **options: Any) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", "bmoe", *map(os.fspath, argv)], **settings)
     atexit.register(process.kill)  # for a test that fails before it has waited
     return process
+
+
+def interruptible() -> None:
+    """For a child's `preexec_fn`: a shell that puts pytest into the background has its children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def read_terminal(fd: int) -> bytes:
+    """All that comes on a terminal until its other end is closed."""
+    shown = b""
+    while select.select([fd], [], [], 120)[0]:
+        try:
+            shown += os.read(fd, 4096)
+        except OSError:  # the other end is closed
+            break
+    return shown
 
 
 @functools.cache

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 from numpy.typing import NDArray
-from reference import Resident, prompt_ids
-from tiny_models import ARCHES, QUANTS, SPECIALS, scripted_routes, vocabulary, write_tiny
+
+from bench.models.tiny import ARCHES, QUANTS, SPECIALS, prompt_ids, scripted_routes, vocabulary, write_tiny
+from bench.reference import Resident
 
 TEXT = "The quick brown fox jumps över the lazy dog, 12 times."
 

@@ -1,4 +1,4 @@
-"""What streamed runs are compared with: stock llama.cpp with the whole model resident, and a plain LRU.
+"""What streamed runs are compared with: stock llama.cpp with the whole model resident.
 
 `Resident` uses nothing of bmoe. Weights stay in the file's own layout (`use_extra_bufts=False`): repacked ones
 make results depend on the CPU, and the AMX layout crashes where a GCC has dropped the tile configuration.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as C
 from numpy.typing import NDArray
-from tiny_models import SPECIALS, vocabulary
 
 Logits = NDArray[np.float32]
 Route = tuple[int, list[list[int]]]
@@ -112,7 +111,8 @@ class Resident:
 
     def logits(self) -> Logits:
         """A copy of the logits of the last token."""
-        return np.ctypeslib.as_array(C.llama_get_logits_ith(self.context, -1), (self.n_vocab,)).copy()
+        row = np.ctypeslib.as_array(C.llama_get_logits_ith(self.context, -1), (self.n_vocab,))
+        return np.array(row, np.float32)
 
     def generate(self, prompt: Sequence[int], n: int) -> Run:
         """`n` greedy tokens from an empty sequence."""
@@ -151,79 +151,6 @@ def differences(run: Run, expected: Run) -> list[str]:
         if not np.array_equal(x, y):
             found.append(f"step {i}: {np.count_nonzero(x != y)} logits differ, by up to {np.abs(x - y).max():.2g}")
     return found
-
-
-def prompt_ids(n: int, seed: int = 0) -> list[int]:
-    """A prompt of `n` ordinary tokens of the tiny models; another seed, another first token."""
-    usable = len(vocabulary()) - len(SPECIALS)
-    rest = np.random.default_rng(seed).integers(0, usable, n - 1)
-    return [seed % usable, *map(int, rest)]
-
-
-class PlainCache:
-    """The cache's policy in plain Python: least recently used within a class of slots.
-
-    `layer_class`, `class_slots` as for ExpertCache; `quotas`: experts that a wide batch admits, per layer.
-    """
-
-    def __init__(
-        self, layer_class: Sequence[int], class_slots: Sequence[int], quotas: Sequence[int] | None = None
-    ) -> None:
-        self.layer_class, self.class_slots, self.quotas = layer_class, class_slots, quotas
-        # Least recently used first.
-        self.slots: list[OrderedDict[tuple[int, int], None]] = [OrderedDict() for _ in class_slots]
-        self.seen: set[tuple[int, int]] = set()
-        self.hits = self.misses = self.evictions = self.rereads = self.streamed = 0
-
-    def batch(self, layer: int, tokens: Iterable[Iterable[int]]) -> tuple[list[int], list[int]]:
-        """One layer's routed experts, token by token; the hits and the misses, latest token's first."""
-        rows = [list(token) for token in tokens]
-        experts = list(dict.fromkeys(e for row in reversed(rows) for e in row))
-        n_keep = len(experts)
-        if self.quotas is not None and len(rows) > 1:
-            n_keep = min(n_keep, self.quotas[layer])
-        kind = self.layer_class[layer]
-        slots = self.slots[kind]
-        hits = [e for e in experts if (layer, e) in slots]
-        misses = [e for e in experts if (layer, e) not in slots]
-        pinned = {(layer, e) for e in hits}
-        kept = experts[:n_keep]
-        self._touch(slots, layer, [e for e in kept if e in hits])
-        for e in misses:
-            self.rereads += (layer, e) in self.seen
-            self.seen.add((layer, e))
-            if e in kept and self._make_room(slots, kind, pinned):
-                slots[layer, e] = None
-                pinned.add((layer, e))
-            else:
-                self.streamed += 1
-        self._touch(slots, layer, [e for e in kept if (layer, e) in slots])
-        self.hits += len(hits)
-        self.misses += len(misses)
-        return hits, misses
-
-    def _touch(self, slots: OrderedDict[tuple[int, int], None], layer: int, experts: list[int]) -> None:
-        for e in reversed(experts):
-            slots.move_to_end((layer, e))
-
-    def _make_room(self, slots: OrderedDict[tuple[int, int], None], kind: int, pinned: set[tuple[int, int]]) -> bool:
-        if len(slots) < self.class_slots[kind]:
-            return True
-        victim = next((key for key in slots if key not in pinned), None)
-        if victim is None:
-            return False
-        del slots[victim]
-        self.evictions += 1
-        return True
-
-    def clear(self) -> None:
-        """Forgets every resident expert; counters stay."""
-        for slots in self.slots:
-            slots.clear()
-
-    def resident(self, layer: int) -> list[int]:
-        """Experts of `layer` that have a slot, ascending."""
-        return sorted(e for la, e in self.slots[self.layer_class[layer]] if la == layer)
 
 
 def distinct(routes: Iterable[Route]) -> int:

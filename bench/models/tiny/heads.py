@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_models import _Block, _deepseek2, _Model, gated_experts, hybrid, rotate_sections
+from .model import Block, TinyModel
+from .trunks import deepseek2, gated_experts, hybrid, rotate_sections
 
 _INDEXER_HEADS, _INDEXER_HEAD = 2, 64
 _INDEXER_KEPT = 128  # keys: with fewer, rounding tips which, and runs in batches of other widths go apart
 
 
-def _hy_v3(m: _Model) -> _Block:
+def _hy_v3(m: TinyModel) -> Block:
     m.kv(rope__dimension_count=m.head, expert_shared_feed_forward_length=m.n_ff, expert_weights_norm=True)
 
     def block(il: int) -> None:
@@ -26,7 +27,7 @@ def _hy_v3(m: _Model) -> _Block:
     return block
 
 
-def _step35(m: _Model) -> _Block:
+def _step35(m: TinyModel) -> Block:
     """Sliding windows in turn with full attention, a gate for each head."""
     m.kv(rope__dimension_count=m.head, expert_shared_feed_forward_length=m.n_ff, expert_weights_norm=True)
     m.kv(attention__sliding_window=32, attention__sliding_window_pattern=[il % 2 == 0 for il in range(m.n_block)])
@@ -43,7 +44,7 @@ def _step35(m: _Model) -> _Block:
     return block
 
 
-def _mimo2(m: _Model) -> _Block:
+def _mimo2(m: TinyModel) -> Block:
     """Sliding windows with sinks; its heads have no experts."""
     m.kv(rope__dimension_count=m.head)
     m.kv(attention__sliding_window=32, attention__sliding_window_pattern=[il % 2 == 0 for il in range(m.n_block)])
@@ -65,7 +66,7 @@ def _mimo2(m: _Model) -> _Block:
     return block
 
 
-def _cohere2moe(m: _Model) -> _Block:
+def _cohere2moe(m: TinyModel) -> Block:
     """Attention and experts side by side on one norm."""
     m.kv(rope__dimension_count=m.head, logit_scale=1.0, leading_dense_block_count=1, expert_shared_count=1)
     m.kv(attention__sliding_window=32, attention__sliding_window_pattern=[il % 2 == 0 for il in range(m.n_block)])
@@ -82,21 +83,21 @@ def _cohere2moe(m: _Model) -> _Block:
     return block
 
 
-def _qwen3next(m: _Model) -> _Block:
+def _qwen3next(m: TinyModel) -> Block:
     return hybrid(m, joint=True, rest=gated_experts(m))
 
 
-def _qwen35(m: _Model) -> _Block:
+def _qwen35(m: TinyModel) -> Block:
     """Without experts: nothing is streamed, and the head drafts all the same."""
     rotate_sections(m)
     return hybrid(m, joint=False, rest=lambda il: m.mlp(il, 2 * m.n_ff))
 
 
-def _sparse(m: _Model) -> _Block:
+def _sparse(m: TinyModel) -> Block:
     """deepseek2's latent attention under an indexer that picks the keys: deepseek32 and glm-dsa."""
     m.kv(attention__indexer__head_count=_INDEXER_HEADS, attention__indexer__key_length=_INDEXER_HEAD)
     m.kv(attention__indexer__top_k=_INDEXER_KEPT)
-    dense = _deepseek2(m)
+    dense = deepseek2(m)
 
     def block(il: int) -> None:
         b = f"blk.{il}."
@@ -110,7 +111,7 @@ def _sparse(m: _Model) -> _Block:
     return block
 
 
-def _bailingmoe3(m: _Model) -> _Block:
+def _bailingmoe3(m: TinyModel) -> Block:
     """Kimi delta attention in turn with latent attention."""
     nope, rope, v_head, rank, head = m.head, m.head // 2, m.head, m.n_embd, m.head
     recurrent = [il < m.n_layer and (il + 1) % 2 != 0 for il in range(m.n_block)]
@@ -149,7 +150,7 @@ def _bailingmoe3(m: _Model) -> _Block:
     return block
 
 
-def _nemotron_h_moe(m: _Model) -> _Block:
+def _nemotron_h_moe(m: TinyModel) -> Block:
     """One mixer a layer: state space, experts, attention, experts; experts of two matrices. The head has both."""
     state, groups, heads = 16, 1, m.n_head
     inner = 2 * m.n_embd
@@ -192,7 +193,7 @@ def _nemotron_h_moe(m: _Model) -> _Block:
     return block
 
 
-def _deepseek4(m: _Model) -> _Block:
+def _deepseek4(m: TinyModel) -> Block:
     """Four residual streams, keys compressed by 4 and by 128, and a first layer whose routes follow from the token."""
     streams, ratios, groups, rank, q_rank = 4, [0, 4, 128, 0], 2, 32, m.n_embd
     mix = (2 + streams) * streams
@@ -248,7 +249,7 @@ def _deepseek4(m: _Model) -> _Block:
     return block
 
 
-BUILDERS: dict[str, tuple[Callable[[_Model], _Block], int, bool]] = {
+BUILDERS: dict[str, tuple[Callable[[TinyModel], Block], int, bool]] = {
     "hy_v3": (_hy_v3, 2, False),
     "step35": (_step35, 2, False),
     "mimo2": (_mimo2, 2, False),

@@ -1,4 +1,4 @@
-"""Tiny models with multi-token-prediction heads, and what drives them in the tests: forced heads, a resident one."""
+"""What drives multi-token-prediction heads in the tests: forced heads, recorded ones, a resident one."""
 
 from __future__ import annotations
 
@@ -12,25 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as C
-from reference import prompt_ids
-from tiny_heads import BUILDERS
-from tiny_models import _Model, write_tiny
 
 import bmoe
+from bench.models.tiny import prompt_ids
+from bench.models.tiny.heads import BUILDERS
 from bmoe.llama.head import HEADS
 from bmoe.speculation import DraftSpec, mtp
 from bmoe.speculation.mtp import MtpSource
 
 TinyMtp = Callable[..., Path]
-
-
-def write_tiny_mtp(path: Path, arch: str, quant: str = "F32", heads: int = 1) -> Path:
-    """A tiny model with `heads` heads; only hy_v3, mimo2 and step35 may have several."""
-    if arch in BUILDERS:
-        builder, layers, own_heads = BUILDERS[arch]
-        return _Model(path, arch, quant, 1, 0, layers, 8, 2, 128, 128, heads, own_heads=own_heads).write(builder)
-    assert heads == 1
-    return write_tiny(path, arch, quant, nextn=True)
 
 
 class ForcedHead(MtpSource):

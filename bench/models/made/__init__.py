@@ -1,0 +1,1 @@
+"""Models with the real shapes of public ones and random weights: shapes, weights, and the tensors of a file."""
