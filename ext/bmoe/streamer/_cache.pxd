@@ -66,7 +66,8 @@ cdef void cache_place(Cache *c, int layer, const int *experts, int n, int n_keep
                       unsigned char *hit, unsigned char *again) noexcept nogil
 cdef void cache_forget(Cache *c, int slot) noexcept nogil
 # Reading ahead: an empty slot of the layer's class leaves the index (-1: there is none); when the expert's bytes are in
-# it, it comes back, last in line to stay. False where the expert has become resident meanwhile: the slot is empty again.
+# it, it comes back, last in line to stay. False where the expert has become resident meanwhile: the slot is empty
+# again.
 cdef int cache_hold(Cache *c, int layer) noexcept nogil
 cdef bint cache_fill(Cache *c, int layer, int expert, int slot) noexcept nogil
 cdef void cache_release(Cache *c, int layer, int slot) noexcept nogil

@@ -5,9 +5,10 @@ No I/O, no ggml: the same code serves the engine (under nogil) and replays of re
 fixed; experts of one size share a class of slots, so that nothing is ever moved or resized. A slot that the
 current layer needs is pinned by an epoch number. Within a class one of two policies chooses:
 
-- votes: every expert of a layer is scored when the layer is routed (`_admission.pyx`). Given up is the lowest score of any
-  layer of the class, weighed by how soon the layer comes round again; a miss that scores less gets no slot.
-- lru: least recently used.
+- votes (`cache_votes.pxi`): every expert of a layer is scored when the layer is routed (`_admission.pyx`). Given up is
+  the lowest score of any layer of the class, weighed by how soon the layer comes round again; a miss that scores less
+  gets no slot.
+- lru (`cache_lru.pxi`): least recently used.
 """
 
 from libc.stdint cimport int64_t

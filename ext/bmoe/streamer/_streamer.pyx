@@ -260,7 +260,7 @@ cdef class Streamer:
                 if routers[i].state < 0 or (routers[i].state > 0 and not routers[i].alive)]
 
     def read_ahead_bytes(self):
-        """Running totals of the bytes read ahead: `used` and `wasted`, and of these `used_rereads`, `wasted_rereads`."""
+        """Totals of the bytes read ahead: `used` and `wasted`, and of these `used_rereads` and `wasted_rereads`."""
         return self.m.ahead.bytes
 
     def scores(self):

@@ -2,8 +2,8 @@
 """Reading experts ahead into empty slots, beside a graph that may be running.
 
 The slot is out of the cache's index while it is filled and enters it only with all bytes there, so a plan never waits
-for a read made here, and nothing that a plan has admitted is given up. These reads have lanes of their own and are begun
-only while the engine's own lanes have nothing to do.
+for a read made here, and nothing that a plan has admitted is given up. These reads have lanes of their own and are
+begun only while the engine's own lanes have nothing to do.
 """
 
 from libc.stdint cimport int64_t
