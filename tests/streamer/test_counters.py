@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from conftest import OpenEngine, Tiny
-from generating import drive
 
 from bench.models.tiny import prompt_ids
+from bench.reference import drive
 from bmoe.accounting.counters import StreamCounters
 from bmoe.streamer._reads import Lanes
 from bmoe.streamer._streamer import Streamer
