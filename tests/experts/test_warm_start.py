@@ -128,7 +128,8 @@ def test_the_output_is_that_of_a_cold_start(
         assert generate(engine, PROMPT, 40).token_ids == expected
         assert np.array_equal(engine.sequence.context.logits(), logits)
         assert engine.preload.wait(20)
-        assert engine.preload.loader.experts + engine.preload.loader.bytes_unused > 0
+        if wait:  # else the run may have read all of it first
+            assert engine.preload.loader.experts > 0
         assert engine.preload.failure == ""
         engine.close()
 

@@ -154,16 +154,15 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+REFUSED = [{"cache_mb": mb, "ctx": 256, "ubatch": 64} for mb in (25, 100000)]
 # For what `auto` leaves to the system, and for a part of the experts beside it; or for less than is asked for.
 ENOUGH, TOO_LITTLE = 256 * MiB + 9 * MiB, 28 * MiB
 
 
 @pytest.mark.parametrize(
     ("request_", "room"),
-    [
-        *((r, ENOUGH) for r in REQUESTS),
-        *(({"cache_mb": mb, "ctx": 256, "ubatch": 64}, TOO_LITTLE) for mb in (25, 100000)),
-    ],
+    [*((r, ENOUGH) for r in REQUESTS), *((r, TOO_LITTLE) for r in REFUSED)],
+    ids=map(str, [*REQUESTS, *REFUSED]),
 )
 def test_what_auto_says_is_what_a_run_decides(
     tiny: Any, request_: dict[str, Any], room: int, monkeypatch: pytest.MonkeyPatch
