@@ -27,7 +27,7 @@ from bench.gates.gate import timed
 from bench.gates.scripted_model import PROMPT, SCRIPT, open_engine, write_model
 from bmoe.host._memory import Region
 from bmoe.speculation import DraftSpec, MapConfig, ModConfig, NgramConfig
-from bmoe.streamer._reads import IO_ROW
+from bmoe.streamer import IO_ROW
 
 
 def run(engine: bmoe.Engine, n: int) -> bmoe.GenerationResult:

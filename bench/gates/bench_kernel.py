@@ -14,7 +14,7 @@ import pytest
 from bench.conftest import Compare, Exact
 from bench.gates import scripts
 from bench.gates.moe_graph import TYPES, MoeGraph
-from bmoe.streamer._reads import IO_ROW
+from bmoe.streamer import IO_ROW
 
 LAYERS, EXPERTS, USED = 2, 16, 4
 

@@ -13,7 +13,7 @@ from bench.conftest import Compare, Exact
 from bench.gates import native, scripts
 from bench.gates.moe_graph import MoeGraph
 from bench.gates.scripts import EXPERTS, LAYERS, SLOTS, USED
-from bmoe.streamer._cache import ExpertCache
+from bmoe.streamer import ExpertCache
 
 ROUTES = scripts.routes(160, LAYERS, EXPERTS, USED)
 ROWS = scripts.rows(ROUTES)

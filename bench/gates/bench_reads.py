@@ -16,7 +16,7 @@ from bench.conftest import Compare
 from bench.gates import native
 from bench.gates.gate import Side, timed
 from bmoe.host._memory import Region
-from bmoe.streamer._reads import Lanes
+from bmoe.streamer import Lanes
 
 FILE = 8 << 20
 

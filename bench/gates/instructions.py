@@ -23,7 +23,7 @@ from bench.gates import native, scripts
 from bench.gates.scripts import EXPERTS, LAYERS, SLOTS, USED
 from bmoe import drafting
 from bmoe.speculation._drafters import replay
-from bmoe.streamer._cache import ExpertCache
+from bmoe.streamer import ExpertCache
 
 PROMPT = 2048
 

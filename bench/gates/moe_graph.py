@@ -21,9 +21,7 @@ import numpy.typing as npt
 from bench.reference import Tensor
 from bmoe.host._memory import Region
 from bmoe.llama import library
-from bmoe.streamer._cache import ExpertCache
-from bmoe.streamer._reads import ALIGNMENT, Lanes
-from bmoe.streamer._streamer import Streamer
+from bmoe.streamer import ALIGNMENT, ExpertCache, Lanes, Streamer
 
 F32, I32 = 0, 26
 TYPES = {"F32": 0, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14}

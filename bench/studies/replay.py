@@ -25,7 +25,7 @@ from bmoe.analysis.route_trace import RouteTrace, read_trace
 from bmoe.engine.config import DEFAULT_POLICY
 from bmoe.errors import BmoeError
 from bmoe.experts.slots import share_out
-from bmoe.streamer._cache import ExpertCache
+from bmoe.streamer import ExpertCache
 
 MiB = 1 << 20
 ENGINE = {"default": str(DEFAULT_POLICY), "votes": "votes", "engine-lru": "lru"}

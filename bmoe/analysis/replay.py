@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..experts.slots import share_out
-from ..streamer._cache import ExpertCache
+from ..streamer import ExpertCache
 from .route_trace import RoutedBatch, RouteTrace
 from .table import TableError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..accounting.bytes_by_cause import FlashSplit
 from ..accounting.timing import GRAPH, Clock
-from ..streamer._streamer import Streamer
+from ..streamer import Streamer
 
 
 class TurnAccount:

@@ -15,9 +15,7 @@ from ..experts.pool import SlotPool
 from ..experts.slots import SlotPlan, plan_slots
 from ..gguf.file import ExpertLayer
 from ..host import memory
-from ..streamer._cache import ExpertCache
-from ..streamer._reads import Lanes
-from ..streamer._streamer import Streamer
+from ..streamer import ExpertCache, Lanes, Streamer
 from .config import EngineConfig
 from .planning import ALLOWANCE, spare_bytes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -167,4 +167,5 @@ class Sampling:
         """The same, with a seed that is drawn where one is needed and none was given."""
         if self.greedy or self.seed is not None:
             return self
-        return replace(self, seed=secrets.randbelow(MAX_SEED + 1))
+        # Not `secrets`: it loads megabytes of a library for this.
+        return replace(self, seed=int.from_bytes(os.urandom(8), "little") % (MAX_SEED + 1))

@@ -21,9 +21,7 @@ from ..gguf.file import ExpertLayer
 from ..host import memory
 from ..observe.tracing import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
 from ..speculation import make_draft_width, make_drafter, mtp
-from ..streamer._cache import ExpertCache
-from ..streamer._reads import Lanes
-from ..streamer._streamer import Streamer
+from ..streamer import ExpertCache, Lanes, Streamer
 from . import demo
 from .cache_opening import CacheState, Grant, OpenCache, open_cache, start_dropping
 from .config import EngineConfig, Sampling

@@ -13,9 +13,7 @@ from ..errors import BmoeError, ReadError, UsageError
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer
 from ..observe.tracing import Traces
-from ..streamer._cache import ExpertCache
-from ..streamer._reads import Lanes
-from ..streamer._streamer import Streamer
+from ..streamer import ExpertCache, Lanes, Streamer
 from .account import TurnAccount
 
 
@@ -140,13 +138,13 @@ class GraphRunner:
         """Tells the cache of the next batch: so many tokens of the prompt follow it; -1: it is decode's."""
         if self.cache is not None:
             self.cache.prompt(left)
-            self._traces.tell_prompt(left)
+            self._traces.note_prompt(left)
 
     def reject(self, n: int) -> None:
         """Tells the cache that the last `n` tokens of the batch before were not accepted."""
         if self.cache is not None:
             self.cache.reject(n)
-            self._traces.tell(f"reject:{n}")
+            self._traces.note_event(f"reject:{n}")
 
     def counters(self) -> StreamCounters:
         """Totals of the expert stream since opening."""

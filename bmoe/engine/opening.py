@@ -18,7 +18,7 @@ from ..gguf.file import ExpertLayer, ModelFile, Tensor, expert_layers, open_mode
 from ..host import _memory, memory
 from ..llama.head import HeadContext, TargetRows
 from ..speculation import mtp
-from ..streamer._reads import Lanes
+from ..streamer import Lanes
 from .config import EngineConfig
 from .planning import ContextPlan, base_rss, expert_override, experts_used
 

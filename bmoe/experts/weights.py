@@ -11,8 +11,8 @@ from typing import Literal
 from ..gguf.file import Tensor
 from ..host import _memory
 from ..llama import Model
+from ..streamer import ALIGNMENT as PAGE
 from ..streamer import _reads
-from ..streamer._reads import ALIGNMENT as PAGE
 
 DenseMode = Literal["mmap", "warm", "lock", "anon"]
 DENSE_MODES: tuple[DenseMode, ...] = ("mmap", "warm", "lock", "anon")

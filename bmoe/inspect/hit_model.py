@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..streamer._cache import ExpertCache
+from ..streamer import ExpertCache
 
 Routes = npt.NDArray[np.bool_]
 """Which experts were routed: [tokens, layers, experts]."""

@@ -21,8 +21,8 @@ from ..experts.budget import MiB
 from ..gguf.file import ExpertLayer, ModelFile
 from ..host import _memory
 from ..speculation import DraftSpec
+from ..streamer import ALIGNMENT as PAGE
 from ..streamer import _reads
-from ..streamer._reads import ALIGNMENT as PAGE
 from .hit_model import FEWEST, Routes
 from .speed_model import LEVELS, Sample
 

@@ -17,8 +17,7 @@ import numpy.typing as npt
 from ..experts.slots import SlotPlan
 from ..gguf.file import ExpertLayer, ModelFile
 from ..host.files import LineFile
-from ..streamer._reads import IO_ROW, Lanes
-from ..streamer._streamer import Streamer
+from ..streamer import IO_ROW, Lanes, Streamer
 from ..version import __version__
 
 ROUTE_COLUMNS = (
@@ -102,7 +101,7 @@ class RouteTracer:
         self.file.write(preamble + ",".join(ROUTE_COLUMNS) + "\n")
         streamer.log_routes(True)
 
-    def tell(self, event: str) -> None:
+    def note_event(self, event: str) -> None:
         """Notes what happened to the cache before the next batch."""
         self._events.append(event)
 
@@ -259,16 +258,16 @@ class Traces:
         """A generation, or a text to score, begins."""
         self.turn += 1
 
-    def tell(self, event: str) -> None:
+    def note_event(self, event: str) -> None:
         """Notes what happened to the cache before the next batch."""
         if self.route is not None:
-            self.route.tell(event)
+            self.route.note_event(event)
 
-    def tell_prompt(self, left: int) -> None:
+    def note_prompt(self, left: int) -> None:
         """Notes how much of a prompt follows the next batch, where that changes; -1: it is decode's."""
         if left != self._told:
             self._told = left
-            self.tell(f"left:{left}")
+            self.note_event(f"left:{left}")
 
     def batch(self, cause: str, position: int, n_tokens: int) -> None:
         """Writes what has come since the last call, as that of this batch."""

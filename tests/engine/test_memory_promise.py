@@ -42,3 +42,11 @@ def test_resident_memory_stays_within_what_was_promised(tmp_path: Path, flags: l
     promised = sum(m["memory"].values()) + m["config"]["budget_bytes"] + 64 * MiB
     assert m["peak_rss_bytes"] <= promised
     assert 0 < most <= promised
+
+
+def test_what_a_run_does_not_need_is_not_loaded() -> None:
+    """Each is megabytes: TLS and hashes, progress bars, the analysis of traces, the records of tokens."""
+    names = ("hashlib", "ssl", "rich", "plotly", "bmoe.analysis", "bmoe.inspect", "bmoe.abi", "bmoe.observe.telemetry")
+    code = f"import sys, bmoe.cli.main; print([n for n in {names} if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_admission import PlainVotes
 
-from bmoe.streamer._cache import ExpertCache
+from bmoe.streamer import ExpertCache
 
 N_EXPERT, N_USED = 12, 3
 

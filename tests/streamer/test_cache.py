@@ -15,7 +15,7 @@ from reference_admission import PlainVotes
 from bench.models.tiny import prompt_ids
 from bench.reference import Resident, Run, drive
 from bmoe.speculation import DraftSpec
-from bmoe.streamer._cache import ExpertCache
+from bmoe.streamer import ExpertCache
 
 N_EXPERT = 6
 

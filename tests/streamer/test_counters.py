@@ -9,8 +9,7 @@ from conftest import OpenEngine, Tiny
 from bench.models.tiny import prompt_ids
 from bench.reference import drive
 from bmoe.accounting.counters import StreamCounters
-from bmoe.streamer._reads import Lanes
-from bmoe.streamer._streamer import Streamer
+from bmoe.streamer import Lanes, Streamer
 
 
 def test_every_counter_has_one_source(tmp_path: Path) -> None:

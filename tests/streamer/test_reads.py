@@ -21,7 +21,7 @@ from bench.reference import differences, drive
 from bmoe.errors import ModelError, ReadError
 from bmoe.gguf import file as file_layout
 from bmoe.host import _memory
-from bmoe.streamer._reads import ALIGNMENT, Lanes, window
+from bmoe.streamer import ALIGNMENT, Lanes, window
 
 PAGE = ALIGNMENT
 # Ends inside a page, as model files do.

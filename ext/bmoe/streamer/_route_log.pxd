@@ -24,10 +24,10 @@ cdef struct RouteLog:
     int64_t lost      # records that found no memory
 
 # A record: of a plan whose experts are `ids` and weights `weights` (NULL: not known, NaN), and what became of
-# them: `fate[x_of[e]]` is 0 for a miss, 1 for a resident expert, 2 for a miss that had been read ahead; `gone`
+# them: `residency[x_of[e]]` is 0 for a miss, 1 for a resident expert, 2 for a miss that had been read ahead; `gone`
 # (NULL: none) marks those that fell. Call both for each plan, or neither.
 cdef void log_plan(RouteLog *g, int layer, bm_tensor *ids, bm_tensor *weights) noexcept nogil
-cdef void log_outcome(RouteLog *g, const int *x_of, const unsigned char *fate,
+cdef void log_outcome(RouteLog *g, const int *x_of, const unsigned char *residency,
                       const unsigned char *gone) noexcept nogil
 cdef void log_event(RouteLog *g, int kind, int layer, int expert) noexcept nogil
 cdef void log_free(RouteLog *g) noexcept nogil

@@ -57,7 +57,7 @@ cdef void log_plan(RouteLog *g, int layer, bm_tensor *ids, bm_tensor *weights) n
             out += 2
 
 
-cdef void log_outcome(RouteLog *g, const int *x_of, const unsigned char *fate,
+cdef void log_outcome(RouteLog *g, const int *x_of, const unsigned char *residency,
                       const unsigned char *gone) noexcept nogil:
     cdef int64_t i, n
     cdef int32_t *at
@@ -69,7 +69,7 @@ cdef void log_outcome(RouteLog *g, const int *x_of, const unsigned char *fate,
         if gone != NULL and gone[i]:
             at[2 * i] |= 1 << LOG_DROPPED
             continue
-        at[2 * i] |= <int32_t>fate[x_of[at[2 * i]]] << LOG_RESIDENT
+        at[2 * i] |= <int32_t>residency[x_of[at[2 * i]]] << LOG_RESIDENT
     g.at = -1
 
 

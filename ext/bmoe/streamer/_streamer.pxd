@@ -99,7 +99,7 @@ cdef struct Plan:         # of the layer that runs (plan.pxi)
     int *slot         # [n] slot, or -1: none
     int *place        # [n] place of its memory, or -1: through the ring
     int *area         # [MAX_PARTS * max_expert] of the ring, or -1
-    unsigned char *fate   # [n] 0 a miss, 1 resident, 2 a miss that had been read ahead (told apart for the log)
+    unsigned char *residency  # [n] 0 a miss, 1 resident, 2 a miss that had been read ahead (told apart for the log)
     unsigned char *reread # [n] 1: the miss had been read before
     int *miss         # [n_miss] those that are read for it
     int n_miss

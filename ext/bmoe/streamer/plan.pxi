@@ -6,7 +6,7 @@ cdef int _plan_init(Plan *plan, int max_expert) except -1:
     plan.expert = <int *>zeroed(max_expert, sizeof(int))
     plan.slot = <int *>zeroed(max_expert, sizeof(int))
     plan.place = <int *>zeroed(max_expert, sizeof(int))
-    plan.fate = <unsigned char *>zeroed(max_expert, 1)
+    plan.residency = <unsigned char *>zeroed(max_expert, 1)
     plan.reread = <unsigned char *>zeroed(max_expert, 1)
     plan.miss = <int *>zeroed(max_expert, sizeof(int))
     plan.index_of = <int *>zeroed(max_expert, sizeof(int))
@@ -24,7 +24,7 @@ cdef void _plan_free(Plan *plan) noexcept nogil:
     free(plan.expert)
     free(plan.slot)
     free(plan.place)
-    free(plan.fate)
+    free(plan.residency)
     free(plan.reread)
     free(plan.miss)
     free(plan.index_of)
@@ -180,12 +180,12 @@ cdef inline void _place_experts(Moe *m, int layer, int n_tok) noexcept nogil:
     cdef bint wide = n_tok > 1 and plan.n > quota
     cdef int x, s
     cache_place(m.cache, layer, plan.expert, plan.n, quota if wide else plan.n, plan.epoch, plan.slot,
-                plan.fate, plan.reread)
+                plan.residency, plan.reread)
     for x in range(plan.n):
         s = plan.slot[x]
         plan.place[x] = m.slots.place[s] if s >= 0 else -1
         if s >= 0:
-            if plan.fate[x]:
+            if plan.residency[x]:
                 m.slots.fresh_used += m.slots.fresh[s]
             m.slots.fresh[s] = 0
 
@@ -194,9 +194,9 @@ cdef inline void _log_outcome(Moe *m, int layer) noexcept nogil:
     cdef Plan *plan = &m.plan
     cdef int x
     for x in range(plan.n):
-        if m.ahead.n_spares and not plan.fate[x] and _spare_find(m, layer, plan.expert[x]) >= 0:
-            plan.fate[x] = 2
-    log_outcome(&m.log, plan.index_of, plan.fate, m.drop.gone if m.drop.n_gone else NULL)
+        if m.ahead.n_spares and not plan.residency[x] and _spare_find(m, layer, plan.expert[x]) >= 0:
+            plan.residency[x] = 2
+    log_outcome(&m.log, plan.index_of, plan.residency, m.drop.gone if m.drop.n_gone else NULL)
 
 
 cdef inline void _find_misses(Moe *m, Segment *g, int layer) noexcept nogil:
@@ -205,7 +205,7 @@ cdef inline void _find_misses(Moe *m, Segment *g, int layer) noexcept nogil:
     cdef int x, s, o, ahead
     plan.n_miss = 0
     for x in range(plan.n):
-        if plan.fate[x] == 1:
+        if plan.residency[x] == 1:
             continue
         s = plan.slot[x]
         ahead = _spare_find(m, layer, plan.expert[x]) if m.ahead.n_spares else -1
