@@ -14,6 +14,7 @@ from cli_process import ROOT, environment
 
 from bmoe.abi import names
 from bmoe.abi.check import BROKEN, OK, SKIPPED
+from bmoe.cli import commands
 from bmoe.cli.commands import abi
 from bmoe.llama.library import PINNED
 
@@ -22,6 +23,7 @@ import ctypes, os, signal, sys, time
 from bmoe.gguf import header as gguf_header
 from bmoe import llama
 from bmoe.llama import _ggml, context, head, library
+from bmoe.cli import commands
 from bmoe.cli.commands import abi
 from bmoe.abi import check, graph, heads, layout, names, stock, streaming
 {fault}
@@ -221,3 +223,9 @@ def test_without_llama_cpp_python() -> None:
         1,
         f"bmoe: llama-cpp-python is not installed: pip install llama-cpp-python=={PINNED}\n",
     )
+
+
+def test_the_former_name_goes_on_working() -> None:
+    assert commands.find(["seam", "--only", "x"]) is commands.find(["abi"]) is abi
+    assert "seam" not in commands.summary()
+    assert commands.find(["seams"]) is None
