@@ -116,7 +116,7 @@ def of_a_generation(counter: Tally, directory: Path, faults: list[str]) -> dict[
                 kept.append(bytes(4096))
                 engine.lanes.read_windows([(0, 0, 4096, 4096, spare.address)])
             if "call" in faults:
-                engine.counters()
+                engine.sequence.graphs.counters()
 
         def steps(n: int) -> None:
             for _ in range(n):

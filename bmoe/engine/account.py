@@ -6,6 +6,9 @@ from ..accounting.bytes_by_cause import FlashSplit
 from ..accounting.timing import GRAPH, Clock
 from ..streamer import Streamer
 
+# A cause of bytes, and its counters among those of `Streamer.read_ahead_bytes`: all, and the re-reads among them.
+_AHEAD = (("prefetch_used", "used", "used_rereads"), ("prefetch_wasted", "wasted", "wasted_rereads"))
+
 
 class TurnAccount:
     """The books of one turn. `clock` has the time, `split` the bytes that `streamer` has read, charged to causes.
@@ -51,6 +54,5 @@ class TurnAccount:
     def _charge_ahead(self) -> None:
         """Charges what was read ahead since the last call."""
         before, self._ahead = self._ahead, self._streamer.read_ahead_bytes()
-        for what in ("used", "wasted"):
-            again = f"{what}_rereads"
-            self.split.charge(f"prefetch_{what}", self._ahead[what] - before[what], self._ahead[again] - before[again])
+        for cause, what, again in _AHEAD:
+            self.split.charge(cause, self._ahead[what] - before[what], self._ahead[again] - before[again])

@@ -67,9 +67,16 @@ class GraphRunner:
     # ---- running ----------------------------------------------------------------------------------
 
     def run(
-        self, graph: Callable[[], int], account: TurnAccount, cause: str, position: int, n_tokens: int, dropping: bool
+        self,
+        account: TurnAccount,
+        cause: str,
+        position: int,
+        n_tokens: int,
+        dropping: bool,
+        decode: Callable[..., int],
+        *arguments: object,
     ) -> int:
-        """Runs the target's graph for `n_tokens` tokens at `position`; returns llama_decode's code.
+        """Has `decode(*arguments)` run the target's graph for `n_tokens` tokens at `position`; llama_decode's code.
 
         `cause`: what traces call the batch, "prefill", "decode" or "recovery"; `dropping`: cold experts may be
         dropped, where the engine does that.
@@ -79,7 +86,7 @@ class GraphRunner:
         account.clock.switch(GRAPH)
         self.streamer.begin_graph()
         try:
-            return graph()
+            return decode(*arguments)
         finally:
             account.clock.switch(LOOP)
             if self._traces:

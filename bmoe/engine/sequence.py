@@ -71,16 +71,12 @@ class TokenSequence:
         """
         self.graphs.check_cancelled()
         self.account.open_batch(len(tokens))
-        context, position = self.context, len(self.ids)
+        context, account, position, n = self.context, self.account, len(self.ids), len(tokens)
         self.in_step = False
-        code = self.graphs.run(
-            lambda: context.decode_each(tokens, position, skip) if each else context.decode(tokens),
-            self.account,
-            cause,
-            position,
-            len(tokens),
-            drop,
-        )
+        if each:
+            code = self.graphs.run(account, cause, position, n, drop, context.decode_each, tokens, position, skip)
+        else:
+            code = self.graphs.run(account, cause, position, n, drop, context.decode, tokens)
         if code:
             self.recover()
             self.graphs.fail(code)

@@ -75,7 +75,7 @@ def test_a_slowdown_is_a_breach(file: str, tests: str, name: str, factor: int) -
         ("bench_decode.py", "none", "dropped-hit", r"generation/all slots, none: .*decode misses"),
         ("bench_drafters.py", "", "wrong-draft", r"drafters/ngram, edited copy: accepted (\d+), expected (\d+) \(-"),
         ("bench_allocations.py", "", "allocation", r"allocations/generation: 100 tokens, _reads 100, expected 0"),
-        ("bench_allocations.py", "", "call", r"calls/100 decode steps: engine.counters 200, expected 100 \(\+100\)"),
+        ("bench_allocations.py", "", "call", r"calls/100 decode steps: graphs.counters 200, expected 100 \(\+100\)"),
     ],
 )
 def test_a_count_that_is_off_is_a_breach(file: str, test: str, fault: str, says: str) -> None:

@@ -56,15 +56,15 @@ def test_the_record_is_what_the_head_drafts(demo: bmoe.Engine, record: recorded.
     assert all(0 < p <= 1 for row in record.sure for p in row)
     reached = [record.accepted(i) for i in range(len(record.drafts))]
     assert 0 < sum(reached) < recorded.PLACES * len(reached)  # else the tests below tell nothing apart
-    assert demo.head is not None
-    assert not isinstance(demo.head, recorded.Replayed)
+    assert demo.sequence.head is not None
+    assert not isinstance(demo.sequence.head, recorded.Replayed)
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_replayed_at_home_it_counts_as_the_head_itself(demo: bmoe.Engine, record: recorded.Record, cell: str) -> None:
-    head = demo.head
+    head = demo.sequence.head
     free, replayed = (speculation.run_cell(demo, head, run, cell) for run in runs(record))
-    demo.head = head
+    demo.sequence.head = head
     assert replayed.token_ids == record.script == free.token_ids
     measured = [speculation.measures(result) for result in (free, replayed)]
     assert {k: measured[0][k] for k in COUNTS} == {k: measured[1][k] for k in COUNTS}
@@ -75,7 +75,7 @@ def test_replayed_at_home_it_counts_as_the_head_itself(demo: bmoe.Engine, record
 def test_elsewhere_the_counts_are_the_same_and_the_bytes_the_files(
     demo: bmoe.Engine, hybrid: bmoe.Engine, record: recorded.Record, cell: str
 ) -> None:
-    found, heads = [], (demo.head, hybrid.head)
+    found, heads = [], (demo.sequence.head, hybrid.sequence.head)
     for engine, head in zip((demo, hybrid), heads, strict=True):
         result = speculation.run_cell(engine, head, runs(record)[1], cell)
         engine.sequence.head = head
@@ -102,9 +102,9 @@ def test_a_place_is_drafted_where_the_head_was_sure() -> None:
 
 
 def test_no_more_is_drafted_than_was_recorded(demo: bmoe.Engine, record: recorded.Record) -> None:
-    assert demo.head is not None
+    assert demo.sequence.head is not None
     with pytest.raises(ValueError, match="5 tokens to draft, and 4 are recorded"):
-        recorded.Replayed(demo.head.head, record, 5, 0.0)
+        recorded.Replayed(demo.sequence.head.head, record, 5, 0.0)
 
 
 def test_cells_are_named() -> None:

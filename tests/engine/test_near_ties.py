@@ -101,7 +101,7 @@ def test_accepted_is_argmax_and_what_differs_is_a_near_tie(
 def logits_of(engine: bmoe.Engine, row: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     import ctypes
 
-    from bmoe.llama import llama
+    from bmoe import llama
 
     address = llama.lib().llama_get_logits_ith(engine.sequence.context.handle, row)
     return np.ctypeslib.as_array((ctypes.c_float * engine.sequence.context.n_vocab).from_address(address))

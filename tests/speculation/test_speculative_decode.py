@@ -10,7 +10,7 @@ from conftest import OpenEngine, Tiny
 
 import bmoe
 from bench.models.tiny import prompt_ids
-from bmoe.speculation import DraftSpec, MapConfig, ModConfig
+from bmoe.speculation import DraftSpec, MapConfig, ModConfig, make_drafter
 from bmoe.speculation.verify import Tokens
 
 # What is drafted must depend on the text alone: counters are compared exactly.
@@ -149,7 +149,7 @@ def test_an_end_token_inside_a_group_ends_it(
     assert [t.id for t in generation] == script[:8]
     assert generation.result.stop == "end"
     # The next generation is not led astray by what was decoded past the end.
-    engine.drafting.drafter = bmoe.engine.make_drafter(DraftSpec())
+    engine.drafting.drafter = make_drafter(DraftSpec())
     assert ids(engine, prompt, 10) == ids(open_engine(path), prompt, 10)
 
 
