@@ -74,6 +74,7 @@ class Engine:
         self.traces = Traces()
         self.closed = False
         self._progress = progress or (lambda stage, done, whole: None)
+        self._hooks = Hooks(self.cancel, self._tell_prefill, self.notes.append, self._telemetry)
         self._turn: Turn | None = None
         with ExitStack() as stack:
             self._open(stack, config, grant)
@@ -116,6 +117,7 @@ class Engine:
         self.layers: tuple[ExpertLayer, ...] = parts.layers
         identity = warm_start.identity(source.file, parts.layers) if config.cache_state is not None else {}
         self.file = replace(source.file, header=b"")
+        source = replace(source, file=self.file)  # the header is megabytes, and nobody needs it any more
         self._place_weights(source, parts, config)
         threads = config.n_threads()
         # A dense model has one too, without layers: its abort callback is how Ctrl-C and cancel() stop a graph.
@@ -270,9 +272,7 @@ class Engine:
             {token: s for s, token in special.items() if token is not None},
             records,
         )
-        hooks = Hooks(self.cancel, lambda done, whole: self._progress("prefill", done, whole), self.notes.append,
-                      self._telemetry)  # fmt: skip
-        self._turn = generation = Generation(request, self.sequence, self.drafting, hooks)
+        self._turn = generation = Generation(request, self.sequence, self.drafting, self._hooks)
         return generation
 
     def score(self, ids: Sequence[int], first: int = 1, *, one_by_one: bool = False) -> Scoring:
@@ -305,6 +305,9 @@ class Engine:
         self.traces.begin_turn()
         self.sequence.graphs.begin_turn()
 
+    def _tell_prefill(self, done: int, whole: int) -> None:
+        self._progress("prefill", done, whole)
+
     def _telemetry(self, steps: int) -> Telemetry:
         # Loaded where it is asked for: other runs keep the memory.
         from ..observe.telemetry import Telemetry
@@ -315,6 +318,11 @@ class Engine:
         """Ends the running generation at the next graph node; callable from any thread."""
         if not self.closed:
             self.sequence.graphs.cancel()
+
+    @property
+    def cancelled(self) -> bool:
+        """True from `cancel` until the next generation begins."""
+        return self.sequence.graphs.cancelled
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`; `special`: the names of control tokens in it stand for these."""
