@@ -92,7 +92,9 @@ def test_groups_of_experts(tmp_path: Path, tiny: Tiny, open_engine: OpenEngine, 
     got, _ = drive(engine, OTHER, STEPS)
     assert not differences(got, resident(path, [OTHER], STEPS, threads=1, ubatch=16)[0])
     assert not engine.streamer.unpredictable()
-    for score in engine.streamer.scores():
+    scores = engine.streamer.scores()
+    assert len(scores) == len(engine.layers) > 0
+    for score in scores:
         right, every = score["control"]
         assert right == every > 0
 
