@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from .diagnosis import Diagnosis, Evidence, diagnose
 from .record_format import csv_head, csv_row, csv_summary, json_line
-from .tracing import IoTracer, RouteTracer, Traces
+from .route_trace import IoTracer, RouteTracer, Traces
 
 __all__ = [
     "Diagnosis",

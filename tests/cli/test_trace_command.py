@@ -20,7 +20,7 @@ from bench.models.tiny import prompt_ids
 from bmoe.analysis.replay import CacheReplay
 from bmoe.analysis.route_trace import read_trace
 from bmoe.analysis.table import TableError
-from bmoe.observe import tracing
+from bmoe.observe import route_trace as tracing
 
 PROMPT = prompt_ids(40, 3)
 MODEL = {"n_expert": 16, "n_used": 4}
