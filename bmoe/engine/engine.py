@@ -19,7 +19,9 @@ from ..experts.slots import SlotPlan
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer
 from ..host import memory
-from ..observe.route_trace import IoTracer, RouteTracer, Traces, io_preamble, route_preamble
+from ..observe.io_trace import IoTracer, io_preamble
+from ..observe.route_trace import RouteTracer, route_preamble
+from ..observe.traces import Traces
 from ..speculation import make_draft_width, make_drafter, mtp
 from ..streamer import ExpertCache, Lanes, Streamer
 from . import demo

@@ -12,7 +12,7 @@ from ..accounting.timing import GRAPH, LOOP
 from ..errors import BmoeError, ReadError, UsageError
 from ..experts.weights import Weights
 from ..gguf.file import ExpertLayer
-from ..observe.route_trace import Traces
+from ..observe.traces import Traces
 from ..streamer import ExpertCache, Lanes, Streamer
 from .account import TurnAccount
 

@@ -20,7 +20,7 @@ from bench.models.tiny import prompt_ids
 from bmoe.analysis.replay import CacheReplay
 from bmoe.analysis.route_trace import read_trace
 from bmoe.analysis.table import TableError
-from bmoe.observe import route_trace as tracing
+from bmoe.observe import io_trace, route_trace
 
 PROMPT = prompt_ids(40, 3)
 MODEL = {"n_expert": 16, "n_used": 4}
@@ -89,7 +89,7 @@ def test_without_plotly_the_page_is_refused(traced: tuple[Path, Path, Any], tmp_
         (b"\x00\xff\x00", "not a text file"),
         (b"# io_trace v1\n", "cut off"),
         (b"# io_trace v1\nturn,step\n", "not an I/O trace"),
-        (b"# io_trace v1\n" + ",".join(tracing.IO_COLUMNS).encode() + b"\n0,1,2\n", ":3: not a whole row"),
+        (b"# io_trace v1\n" + ",".join(io_trace.IO_COLUMNS).encode() + b"\n0,1,2\n", ":3: not a whole row"),
         (b"# route_trace v1\nturn,phase,step,layer,slot,expert\n", "the preamble has no line"),
     ],
 )
@@ -123,7 +123,7 @@ def test_columns_are_found_by_name(traced: tuple[Path, Path, Any], tmp_path: Pat
     preamble = [line for line in lines if line.startswith("#")]
     rows = rows_of(traced[0])
     out = io.StringIO()
-    names = ["new", *reversed(tracing.ROUTE_COLUMNS)]
+    names = ["new", *reversed(route_trace.ROUTE_COLUMNS)]
     writer = csv.DictWriter(out, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows([{**r, "new": "x"} for r in rows])

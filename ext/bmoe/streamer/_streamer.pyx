@@ -224,7 +224,7 @@ cdef class Streamer:
         self.m.log.on = on
 
     def take_routes(self):
-        """The records since the last call, as bytes of int32 (`bmoe.tracing` reads them), and how many were lost."""
+        """The records since the last call, as bytes of int32 (`observe.route_trace` reads them), and how many were lost."""
         cdef Moe *m = &self.m
         with nogil:
             bm_spin_lock(&m.index_lock)
