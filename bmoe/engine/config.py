@@ -117,7 +117,7 @@ class EngineConfig:
         )
 
     def cache_request(self) -> CacheRequest:
-        """The cache part of it, for `sizing.decide`."""
+        """The cache part of it, for `budget.decide`."""
         mode, mb = parse_cache_mb(str(self.cache_mb))
         return CacheRequest(mode, mb, self.cache_floor_mb, self.cache_ceil_mb, self.force_cache)
 

@@ -89,7 +89,7 @@ def spare_bytes(overhead: int) -> int:
 def cache_sizes(
     layers: Sequence[ExpertLayer], n_used: int, dense_bytes: int, buffers: llama.BufferSizes, overhead: int
 ) -> ModelSizes:
-    """What `sizing.decide` is told of a model. `overhead`: what the process holds besides, bytes."""
+    """What `budget.decide` is told of a model. `overhead`: what the process holds besides, bytes."""
     # What it holds beyond the allowance is charged to the budget: the sum is what is promised.
     excess = max(0, -spare_bytes(overhead))
     return ModelSizes(
